@@ -1,0 +1,221 @@
+"""The configuration of each process: one frozen dataclass, its flags derived from its fields.
+
+A field `port` is the flag `--port` and the variable `HEDGEROW_PORT`; a flag wins over the environment, the
+environment over the default. This is the only module that reads the environment. A unit is part of a name
+(`_s`, `_ms`, `_bytes`, `_tokens`). What a process can learn from a peer is not configured: a gateway hears about the
+model from the scheduler, the scheduler from its workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+DEFAULT_MODEL = "all-MiniLM-L6-v2"
+_PREFIX = "HEDGEROW_"
+
+
+def _option(default: object, help_text: str, *, choices: tuple[str, ...] | None = None) -> Any:  # noqa: ANN401 as dataclasses.field
+    return field(default=default, metadata={"help": help_text, "choices": choices})
+
+
+@dataclass(frozen=True)  # without slots, since ServeConfig has several of these as bases
+class ProcessConfig:
+    """What every process needs."""
+
+    run_dir: str = _option("", "folder of this suite's sockets, locks and logs; default: one a user and port")
+    port: int = _option(8080, "TCP port of the HTTP endpoint; also names the default run folder")
+    slot: int = _option(0, "which of its kind this process is, from 0")
+    log_level: str = _option("info", "how much is logged", choices=("debug", "info", "warning", "error"))
+    log_dir: str = _option("", "folder of rotating log files; default: standard error")
+    drain_timeout_s: int = _option(20, "how long a stopping process waits for what it has accepted")
+
+    def __post_init__(self) -> None:
+        if not self.run_dir:
+            object.__setattr__(self, "run_dir", default_run_dir(self.port))
+        _at_least(self, 0, "port", "slot")
+        _at_least(self, 1, "drain_timeout_s")
+
+
+@dataclass(frozen=True)
+class GatewayConfig(ProcessConfig):
+    host: str = _option("127.0.0.1", "address of the HTTP endpoint")
+    max_body_bytes: int = _option(16 * 1024 * 1024, "largest request body; larger ones are 413")
+    max_inputs: int = _option(2048, "most inputs in one request")
+    max_request_tokens: int = _option(1_000_000, "most tokens in one request")
+    max_concurrent_requests: int = _option(4096, "requests one gateway holds at once; more are 429")
+    max_connections: int = _option(4096, "connections one gateway holds at once; more are refused with 503")
+    default_timeout_s: int = _option(60, "a request's deadline where the client names none")
+    max_timeout_s: int = _option(600, "longest deadline that a client may ask for; longer ones are cut to it")
+    header_timeout_s: int = _option(10, "time in which a request's header must have arrived")
+    body_timeout_s: int = _option(30, "time in which a request's body must have arrived")
+    keepalive_timeout_s: int = _option(75, "how long an idle connection stays open")
+    tokenizer_threads: int = _option(2, "threads that tokenize")
+    auto_truncate: bool = _option(False, "cut over-long inputs where the client does not say")
+
+    def __post_init__(self) -> None:
+        ProcessConfig.__post_init__(self)
+        names = {item.name for item in fields(GatewayConfig)} - {item.name for item in fields(ProcessConfig)}
+        _at_least(self, 1, *(names - {"host", "auto_truncate"}))
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(ProcessConfig):
+    workers: int = _option(1, "workers this suite is meant to have; /ready tells how many of them are ready")
+    max_queue_ms: int = _option(10_000, "predicted wait above which new requests are refused with 429")
+
+    def __post_init__(self) -> None:
+        ProcessConfig.__post_init__(self)
+        _at_least(self, 1, "workers", "max_queue_ms")
+
+
+@dataclass(frozen=True)
+class WorkerConfig(ProcessConfig):
+    model: str = _option(DEFAULT_MODEL, "a folder, a hub id, or a model that an installed package carries")
+    served_model_name: str = _option("", "the name that clients use; default: taken from the model")
+    device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = _option("auto", "what it computes in", choices=("auto", "float32", "bfloat16", "float16"))
+    max_batch_tokens: str = _option("auto", "tokens one step should not exceed: a number, or auto")
+    threads: str = _option("auto", "CPU threads of one worker: a number, or auto")
+    workers: int = _option(1, "workers on this host, which share its CPU cores")
+
+    def __post_init__(self) -> None:
+        ProcessConfig.__post_init__(self)
+        _at_least(self, 1, "workers")
+        for name in ("max_batch_tokens", "threads"):
+            _number_or_auto(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
+    """`hedgerow serve`: every flag of every process, and how many of each there are."""
+
+    gateways: int = _option(1, "gateway processes, which share the port")
+    workers: str = _option(  # type: ignore[assignment]  # resolved to a number before any process loads it
+        "auto", "workers: a number, or auto (one a GPU; on a CPU one)"
+    )
+
+    def __post_init__(self) -> None:
+        GatewayConfig.__post_init__(self)
+        _at_least(self, 1, "gateways", "max_queue_ms")
+        for name in ("max_batch_tokens", "threads", "workers"):
+            _number_or_auto(name, str(getattr(self, name)))
+
+
+Config = TypeVar("Config", bound=ProcessConfig)
+
+
+def load(config_class: type[Config], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration that flags, then environment, then defaults give.
+
+    A wrong flag or value ends the process with a message that names it (argparse's exit status 2). `serve` also
+    takes the model as its one positional argument.
+    """
+    environ = os.environ if environ is None else environ
+    parser = argparse.ArgumentParser(
+        prog=f"hedgerow {config_class.__name__.removesuffix('Config').lower()}",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    if config_class is ServeConfig:
+        parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    hints = get_type_hints(config_class)
+    for item in fields(config_class):
+        _add_flag(parser, item, hints[item.name])
+    given = vars(parser.parse_args(argv))
+    values: dict[str, Any] = {}
+    try:
+        for item in fields(config_class):
+            if item.name in given:
+                values[item.name] = given[item.name]
+            elif (text := environ.get(_PREFIX + item.name.upper())) is not None and text != "":
+                values[item.name] = _parse(item, hints[item.name], text)
+        return config_class(**values)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def to_environment(config: ProcessConfig) -> dict[str, str]:
+    """The variables that make another process load these same values."""
+    return {_PREFIX + item.name.upper(): _text(getattr(config, item.name)) for item in fields(config) if item.init}
+
+
+def default_run_dir(port: int) -> str:
+    """One folder a user and port, so that suites on other ports never meet: short, since a socket path may not
+    exceed 107 bytes."""
+    parent = os.environ.get("XDG_RUNTIME_DIR")
+    if not parent or not os.access(parent, os.W_OK):
+        parent = tempfile.gettempdir()
+    return str(Path(parent) / f"hedgerow-{os.getuid()}-{port}")
+
+
+def api_key_from_environment() -> str | None:
+    """The one key of HEDGEROW_API_KEY: never a flag, since flags show in the list of processes."""
+    return os.environ.get(_PREFIX + "API_KEY") or None
+
+
+def describe(config: ProcessConfig) -> str:
+    """The whole configuration on one line, for the log at start."""
+    return " ".join(f"{item.name}={_text(getattr(config, item.name))!r}" for item in fields(config))
+
+
+def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], hint: object) -> None:
+    flag = "--" + item.name.replace("_", "-")
+    assert item.default is not MISSING
+    text = f"{item.metadata['help']} [{item.default!r}]".replace("%", "%%")
+    if hint is bool:
+        parser.add_argument(
+            flag,
+            dest=item.name,
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=text,
+        )
+        return
+    parser.add_argument(
+        flag,
+        dest=item.name,
+        default=argparse.SUPPRESS,
+        type=int if hint is int else str,
+        choices=item.metadata["choices"],
+        help=text,
+        metavar=None if item.metadata["choices"] else "N" if hint is int else "VALUE",
+    )
+
+
+def _parse(item: Field[Any], hint: object, text: str) -> object:
+    name = _PREFIX + item.name.upper()
+    if hint is bool:
+        lowered = text.lower()
+        if lowered not in {"1", "true", "yes", "on", "0", "false", "no", "off"}:
+            raise ValueError(f"{name} needs true or false, not {text!r}")
+        return lowered in {"1", "true", "yes", "on"}
+    if hint is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name} needs a whole number, not {text!r}") from None
+    choices = item.metadata["choices"]
+    if choices and text not in choices:
+        raise ValueError(f"{name} needs one of {', '.join(choices)}, not {text!r}")
+    return text
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _at_least(config: ProcessConfig, minimum: int, *names: str) -> None:
+    for name in sorted(names):
+        if getattr(config, name) < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} needs at least {minimum}")
+
+
+def _number_or_auto(name: str, text: str) -> None:
+    if text != "auto" and not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ValueError(f"--{name.replace('_', '-')} needs a positive number or auto, not {text!r}")

@@ -1,0 +1,155 @@
+"""Every way in which a request can fail, as one tree.
+
+A class is a wire code, an HTTP status and an occasion. The gateway renders it as the error body; the
+scheduler sends it as a `Failure` message (`protocol.py`) and `from_wire` makes the class again on the other side.
+
+    ServiceError
+    ├── InvalidRequest        400  the client's input is wrong (its own `code`, for example empty_input)
+    ├── AuthenticationFailed  401  invalid_api_key: no key, or not one of ours
+    ├── NotFound              404  unknown_route, model_not_found
+    ├── MethodNotAllowed      405  method_not_allowed
+    ├── RequestTimeout        408  request_timeout: the request did not arrive in time
+    ├── TooLarge              413  body_too_large, too_many_chunks
+    ├── UnsupportedMedia      415  unsupported_media_type, unsupported_encoding
+    ├── Overloaded            429  overloaded: the queue is full
+    ├── InternalError         500  internal_error: our bug
+    │   └── NonfiniteOutput   500  nonfinite_output: the model made a NaN or an infinity of this input
+    ├── Unavailable           503  no_capacity: no worker is ready
+    │   ├── ShuttingDown      503  shutting_down
+    │   └── RetriesExhausted  503  retries_exhausted: every worker that ran this input died
+    └── DeadlineExceeded      504  deadline_exceeded: the request's own deadline
+
+A peer that speaks nonsense is not a request's failure: `ProtocolError` is counted and the loop goes on.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ProtocolError(Exception):
+    """A frame is not a message: malformed, out of bounds or of another version."""
+
+
+class ServiceError(Exception):
+    """A request cannot be answered. The text says what to change; it never carries user text or a path.
+
+    `param` names the field at fault (`input[3]`), `retry_after_s` is how long a client should wait.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(ServiceError):
+    status = 400
+    type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class AuthenticationFailed(ServiceError):
+    status = 401
+    type = "authentication_error"
+    default_code = "invalid_api_key"
+
+
+class NotFound(ServiceError):
+    status = 404
+    type = "not_found_error"
+    default_code = "unknown_route"
+
+
+class MethodNotAllowed(ServiceError):
+    status = 405
+    type = "invalid_request_error"
+    default_code = "method_not_allowed"
+
+
+class RequestTimeout(ServiceError):
+    status = 408
+    type = "timeout_error"
+    default_code = "request_timeout"
+    retryable = True
+
+
+class TooLarge(ServiceError):
+    status = 413
+    type = "invalid_request_error"
+    default_code = "body_too_large"
+
+
+class UnsupportedMedia(ServiceError):
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_media_type"
+
+
+class Overloaded(ServiceError):
+    status = 429
+    type = "rate_limit_error"
+    default_code = "overloaded"
+    retryable = True
+
+
+class InternalError(ServiceError):
+    pass
+
+
+class NonfiniteOutput(InternalError):
+    default_code = "nonfinite_output"
+
+
+class Unavailable(ServiceError):
+    status = 503
+    default_code = "no_capacity"
+    retryable = True
+
+
+class ShuttingDown(Unavailable):
+    default_code = "shutting_down"
+
+
+class RetriesExhausted(Unavailable):
+    default_code = "retries_exhausted"
+
+
+class DeadlineExceeded(ServiceError):
+    status = 504
+    type = "timeout_error"
+    default_code = "deadline_exceeded"
+
+
+# What a scheduler may send. The gateway's own refusals never travel.
+_WIRE_CLASSES: dict[str, type[ServiceError]] = {
+    error.default_code: error
+    for error in (
+        Overloaded,
+        InternalError,
+        NonfiniteOutput,
+        Unavailable,
+        ShuttingDown,
+        RetriesExhausted,
+        DeadlineExceeded,
+    )
+}
+
+
+def from_wire(code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> ServiceError:
+    """The error that a `Failure` message stands for; a code we do not know is our own bug."""
+    return _WIRE_CLASSES.get(code, InternalError)(message, param=param, retry_after_s=retry_after_s)

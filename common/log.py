@@ -1,0 +1,88 @@
+"""Logging, set up one way: one line an event, never blocking the process that logs.
+
+A process that writes to a full pipe (a stalled log reader, a supervisor that was stopped) freezes with it, so records
+go through a bounded queue to a writer thread; when the queue is full they are counted and dropped, and the count is
+logged when there is room again.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import queue
+import sys
+import threading
+from pathlib import Path
+
+_QUEUED_RECORDS = 10_000
+_FILE_BYTES = 16 * 1024 * 1024
+_FILES = 4
+
+
+class _DroppingHandler(logging.handlers.QueueHandler):
+    """Puts records into the queue; when it is full, counts them instead of waiting."""
+
+    def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
+        super().__init__(records)
+        self._dropped = 0
+        self._lock = threading.Lock()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        # The base class would format here, on the thread that logs, and lose what is a message and what a traceback.
+        record.msg, record.args = record.getMessage(), None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            with self._lock:
+                if self._dropped:
+                    self.queue.put_nowait(_dropped_record(self._dropped))
+                    self._dropped = 0
+            self.queue.put_nowait(record)
+        except queue.Full:
+            with self._lock:
+                self._dropped += 1
+
+
+def _dropped_record(count: int) -> logging.LogRecord:
+    return logging.LogRecord(
+        __name__,
+        logging.WARNING,
+        __file__,
+        0,
+        "%d log records were dropped: nobody read them",
+        (count,),
+        None,
+    )
+
+
+class _EscapingFormatter(logging.Formatter):
+    """One line an event: a name or an error text with a line break in it cannot forge a second one.
+
+    Tracebacks keep their lines, each indented, so that they read as what they are.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+    def formatException(self, exc_info: object) -> str:
+        text = super().formatException(exc_info)  # type: ignore[arg-type]  # typeshed's own alias is private
+        return "\n".join("    " + line for line in text.splitlines())
+
+
+def set_up(process: str, level: str, log_dir: str = "") -> logging.handlers.QueueListener:
+    """Log to `log_dir/process.log` (rotated), or to standard error. The caller stops the listener at exit."""
+    target: logging.Handler
+    if log_dir:
+        Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = Path(log_dir) / f"{process}.log"
+        target = logging.handlers.RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_FILES)
+    else:
+        target = logging.StreamHandler(sys.stderr)
+    target.setFormatter(_EscapingFormatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s"))
+    records: queue.Queue[logging.LogRecord] = queue.Queue(_QUEUED_RECORDS)
+    logging.basicConfig(level=level.upper(), handlers=[_DroppingHandler(records)], force=True)
+    listener = logging.handlers.QueueListener(records, target)
+    listener.start()
+    return listener

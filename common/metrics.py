@@ -1,0 +1,112 @@
+"""Every metric: its name, unit, buckets and meaning. Nothing else declares one.
+
+The processes of a suite write into small memory-mapped files below the run folder; whichever gateway answers
+/metrics adds them all up, so the answer is the same from each (prometheus_client's multiprocess mode). Counters outlive
+the process that counted; gauges of a process that is gone are removed when somebody looks.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge, Histogram
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+class Metrics:
+    """The catalogue. One object a process, made by `open_metrics` and handed to whoever counts."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        registry = CollectorRegistry()
+
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(name, meaning, labels, registry=registry)
+
+        def gauge(name: str, meaning: str, *labels: str) -> Gauge:
+            return Gauge(name, meaning, labels, registry=registry, multiprocess_mode="livemostrecent")
+
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, meaning, labels, registry=registry, buckets=buckets)
+
+        # Gateway
+        self.requests = counter("hedgerow_requests", "HTTP requests answered, by route and status", "route", "status")
+        self.request_seconds = histogram(
+            "hedgerow_request_seconds", "From the first byte read to the last written", _SECONDS, "route"
+        )
+        self.input_tokens = counter("hedgerow_input_tokens", "Tokens of answered requests")
+        self.inputs = counter("hedgerow_inputs", "Inputs (texts or lists of ids) of answered requests")
+        self.clients_gone = counter("hedgerow_clients_gone", "Requests whose client left before the answer")
+        self.resubmitted = counter("hedgerow_resubmitted_requests", "Requests sent again to a new scheduler")
+        self.late_replies = counter("hedgerow_late_replies", "Replies to requests that were already answered")
+
+        # Scheduler
+        self.queued_tokens = gauge("hedgerow_queued_tokens", "Tokens that wait for a worker")
+        self.queued_sequences = gauge("hedgerow_queued_sequences", "Sequences that wait for a worker")
+        self.queue_seconds = histogram(
+            "hedgerow_queue_seconds", "From arrival at the scheduler to dispatch, by sequence group", _SECONDS
+        )
+        self.batches = counter("hedgerow_batches", "Batches by outcome", "outcome")
+        self.batch_tokens = histogram("hedgerow_batch_tokens", "Tokens of a batch", _TOKENS)
+        self.refused = counter("hedgerow_refused_requests", "Requests that were not run, by reason", "code")
+        self.cancelled = counter("hedgerow_cancelled_requests", "Requests cancelled by their gateway")
+        self.retried_sequences = counter("hedgerow_retried_sequences", "Sequences queued again after a worker was lost")
+        self.stale_messages = counter(
+            "hedgerow_stale_messages", "Messages of a past epoch, batch or incarnation, dropped"
+        )
+        self.protocol_errors = counter(
+            "hedgerow_protocol_errors", "Messages that could not be decoded, by receiving process", "process"
+        )
+        self.workers = gauge("hedgerow_workers", "Workers by state", "state")
+        self.gateways = gauge("hedgerow_gateways", "Gateways that have joined")
+        self.worker_losses = counter("hedgerow_worker_losses", "Workers lost, by how it was noticed", "reason")
+
+        # Worker
+        self.steps = counter("hedgerow_steps", "Steps run")
+        self.step_seconds = histogram("hedgerow_step_seconds", "Duration of a step", _SECONDS)
+        self.nonfinite_rows = counter(
+            "hedgerow_nonfinite_rows", "Rows withheld because the model made a NaN or an infinity"
+        )
+        self.step_failures = counter("hedgerow_step_failures", "Steps that raised")
+
+
+def open_metrics(run_dir: str) -> Metrics:
+    """This process's metrics, shared through `run_dir`. Call once, before anything is counted."""
+    folder = _folder(run_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Read by prometheus_client when it is first imported: hence the imports inside functions.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    return Metrics()
+
+
+def render(run_dir: str) -> bytes:
+    """The text exposition of every process's metrics together."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    folder = _folder(run_dir)
+    for path in folder.glob("gauge_live*_*.db"):
+        pid = path.stem.rpartition("_")[2]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]  # the library's gap
+    return generate_latest(registry)
+
+
+def clear(run_dir: str) -> None:
+    """Start counting from nothing: called once before a suite starts."""
+    for path in _folder(run_dir).glob("*.db"):
+        path.unlink(missing_ok=True)
+
+
+def _folder(run_dir: str) -> Path:
+    return Path(run_dir) / "metrics"

@@ -1,0 +1,1 @@
+"""One module an API dialect: a body to a request, a result to a body; no sockets."""

@@ -1,0 +1,1 @@
+"""One process a device: a ragged batch in, rows of vectors out."""
