@@ -159,6 +159,22 @@ def api_key_from_environment() -> str | None:
     return os.environ.get(_PREFIX + "API_KEY") or None
 
 
+def under_supervisord() -> bool:
+    """Whether supervisord started this process: it restarts us, and we are to die with it."""
+    return os.environ.get("SUPERVISOR_ENABLED") == "1"
+
+
+def visible_cuda_devices() -> list[str] | None:
+    """The devices that CUDA_VISIBLE_DEVICES allows; None where it is not set."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else [device for device in text.split(",") if device.strip()]
+
+
+def path_with(folder: str) -> str:
+    """PATH with a folder in front."""
+    return os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+
+
 def describe(config: ProcessConfig) -> str:
     """The whole configuration on one line, for the log at start."""
     return " ".join(f"{item.name}={_text(getattr(config, item.name))!r}" for item in fields(config))

@@ -167,6 +167,7 @@ class Welcome:
 
     protocol_version: int
     epoch: int
+    resumed: bool  # whether the scheduler still holds what this gateway sent before; if not: send it again
     facts: ModelFacts | None
     piece_tokens: int  # the most tokens of one Request, unless a single sequence is longer
     window_tokens: int  # the most tokens of one client's request that may wait here at once
@@ -180,7 +181,6 @@ class Ping:
     workers_ready: int
     workers_total: int
     progressing: bool  # nothing outstanding, or something finished lately
-    draining: bool
 
 
 @dataclass(frozen=True, slots=True)

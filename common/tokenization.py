@@ -37,6 +37,9 @@ MAX_CHARS_PER_TOKEN = 32
 _FIRST_CHARS_PER_TOKEN = 8
 _GROWTH = 4
 
+# A part must hold so many tokens more than are kept: those beside its cut may differ from the whole text's.
+_MARGIN_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class TruncationRule:
@@ -66,34 +69,41 @@ class Tokenizer:
         if self._num_special >= self._max_tokens:
             raise ValueError(f"the model takes {self._max_tokens} tokens; special tokens alone fill that")
 
-    def encode(self, texts: list[str], truncation: TruncationRule, *, first_index: int = 0) -> list[TokenIds]:
-        """Token ids of each text, special tokens included, each at most the model's maximum.
+    def encode(self, texts: list[str], truncation: TruncationRule, *, first_index: int | None = 0) -> list[TokenIds]:
+        """Token ids of each text, special tokens included, each at least one and at most the model's maximum.
 
-        `first_index` is where `texts` begin in the client's list, for the error's text.
+        `first_index` is where `texts` begin in the client's list, for the error's text; None for a lone text.
 
         Raises:
-            InvalidRequest: context_length_exceeded or input_too_long, naming the text.
+            InvalidRequest: empty_input, context_length_exceeded or input_too_long, naming the text.
             InternalError: the tokenizer itself failed.
         """
         if self._lower_case:
             texts = [text.lower() for text in texts]
         limit_chars = MAX_CHARS_PER_TOKEN * self._max_tokens
         if not truncation.allowed:
-            for index, text in enumerate(texts, start=first_index):
+            for offset, text in enumerate(texts):
                 if len(text) > limit_chars:
-                    raise _input_too_long(index, len(text), limit_chars)
+                    raise _input_too_long(_input_name(first_index, offset), len(text), limit_chars)
         whole = [text if len(text) <= limit_chars else None for text in texts]
         encodings = iter(self._encode_batch([text for text in whole if text is not None]))
         rows: list[TokenIds] = []
-        for index, text in enumerate(texts, start=first_index):
-            if whole[index - first_index] is None:
+        for offset, text in enumerate(texts):
+            if whole[offset] is None:
                 ids = self._encode_over_long(text, truncation.direction)
             else:
                 ids = next(encodings).ids
                 if len(ids) > self._max_tokens:
                     if not truncation.allowed:
-                        raise _context_length_exceeded(index, len(ids), self._max_tokens)
+                        raise _context_length_exceeded(_input_name(first_index, offset), len(ids), self._max_tokens)
                     ids = self._encode_over_long(text, truncation.direction)
+            if not ids:
+                name = _input_name(first_index, offset)
+                raise InvalidRequest(
+                    f"{name} holds nothing that this model's tokenizer makes a token of.",
+                    param=name,
+                    code="empty_input",
+                )
             assert len(ids) <= self._max_tokens, "truncation left too many tokens: this is a bug"
             rows.append(np.array(ids, dtype=np.int32))
         return rows
@@ -104,25 +114,43 @@ class Tokenizer:
         `index` is the sequence's place in the client's list, None for a lone one.
 
         Raises:
-            InvalidRequest: empty_input, invalid_token_id or context_length_exceeded, naming the place.
+            InvalidRequest: empty_input, invalid_type, invalid_token_id or context_length_exceeded, naming the place.
         """
-        name = "input" if index is None else f"input[{index}]"
+        name = _input_name(index, 0)
         if not ids:
             raise InvalidRequest(f"{name} is an empty list of token ids.", param=name, code="empty_input")
+        if not self._all_in_vocabulary(ids):
+            raise self._first_bad_id(ids, name)
+        if len(ids) > self._max_tokens:
+            if not truncation.allowed:
+                raise _context_length_exceeded(name, len(ids), self._max_tokens)
+            kept = self._max_tokens
+            ids = ids[:kept] if truncation.direction == "right" else ids[-kept:]
+        return np.array(ids, dtype=np.int32)
+
+    def _all_in_vocabulary(self, ids: list[object]) -> bool:
+        # Without a Python loop: a request may bring a million ids. The exact type, since True is an int elsewhere.
+        if set(map(type, ids)) != {int}:
+            return False
+        numbers: list[int] = ids  # type: ignore[assignment]  # checked above, in a way that mypy cannot follow
+        return min(numbers) >= 0 and max(numbers) < self._vocab_size
+
+    def _first_bad_id(self, ids: list[object], name: str) -> InvalidRequest:
         for position, token in enumerate(ids):
+            place = f"{name}[{position}]"
+            if not isinstance(token, int | float):
+                return InvalidRequest(
+                    f"{place} is not a number: a list of token ids holds nothing else.",
+                    param=place,
+                    code="invalid_type",
+                )
             if type(token) is not int or not 0 <= token < self._vocab_size:
-                place = f"{name}[{position}]"
-                raise InvalidRequest(
+                return InvalidRequest(
                     f"{place} is not a token id of this model: use whole numbers from 0 to {self._vocab_size - 1}.",
                     param=place,
                     code="invalid_token_id",
                 )
-        if len(ids) > self._max_tokens:
-            if not truncation.allowed:
-                raise _context_length_exceeded(index, len(ids), self._max_tokens)
-            kept = self._max_tokens
-            ids = ids[:kept] if truncation.direction == "right" else ids[-kept:]
-        return np.array(ids, dtype=np.int32)
+        raise AssertionError("called for a list that is all right: this is a bug")
 
     def _encode_over_long(self, text: str, direction: Direction) -> list[int]:
         """The ids of a text that does not fit: its content cut, the special tokens kept."""
@@ -135,15 +163,14 @@ class Tokenizer:
     def _encode_relevant_part(self, text: str, direction: Direction, room: int) -> Encoding:
         """An encoding whose first (or last) `room` tokens are those of the whole text.
 
-        The part ends at white space, where every pre-tokenizer in use splits, so that its words are the text's
+        The part is cut at white space, where every pre-tokenizer in use splits, so that its words are the text's
         words; more of the text is taken while the part holds too few tokens. A run without white space is not cut.
         """
         num_chars = _FIRST_CHARS_PER_TOKEN * self._max_tokens
         while True:
             part = _relevant_part(text, direction, num_chars)
             encoding = self._encode_batch([part], special_tokens=False)[0]
-            # One token may belong to the white space at the cut; a part with more than enough does not need it.
-            if len(encoding.ids) > room or len(part) == len(text):
+            if len(encoding.ids) >= room + _MARGIN_TOKENS or len(part) == len(text):
                 return encoding
             num_chars *= _GROWTH
 
@@ -173,14 +200,19 @@ def _relevant_part(text: str, direction: Direction, num_chars: int) -> str:
         while cut < len(text) and not text[cut].isspace():
             cut += 1
         return text[:cut]
+    # With the white space before its first word: byte-level tokenizers spell " word" and "word" differently.
     cut = len(text) - num_chars
-    while cut > 0 and not text[cut - 1].isspace():
+    while cut > 0 and not text[cut].isspace():
         cut -= 1
     return text[cut:]
 
 
-def _context_length_exceeded(index: int | None, num_tokens: int, limit: int) -> InvalidRequest:
-    name = "input" if index is None else f"input[{index}]"
+def _input_name(first_index: int | None, offset: int) -> str:
+    """How errors name an input: its place in the client's list; a lone one has none."""
+    return "input" if first_index is None else f"input[{first_index + offset}]"
+
+
+def _context_length_exceeded(name: str, num_tokens: int, limit: int) -> InvalidRequest:
     return InvalidRequest(
         f"{name} has {num_tokens} tokens; this model takes at most {limit}. Shorten it, or send truncate: true.",
         param=name,
@@ -188,8 +220,7 @@ def _context_length_exceeded(index: int | None, num_tokens: int, limit: int) -> 
     )
 
 
-def _input_too_long(index: int, num_chars: int, limit: int) -> InvalidRequest:
-    name = f"input[{index}]"
+def _input_too_long(name: str, num_chars: int, limit: int) -> InvalidRequest:
     return InvalidRequest(
         f"{name} has {num_chars} characters; at most {limit} are read. Shorten it, or send truncate: true.",
         param=name,

@@ -1,0 +1,249 @@
+"""The command `hedgerow`: one process of a suite, or the whole suite.
+
+`hedgerow scheduler|worker|gateway` is one process. What all of them need around their own `main` is here: logging, one
+process a role and slot, dying with the supervisor, and waiting longer and longer after failed starts. `hedgerow serve`
+settles what a suite needs before it starts (model, port, run folder), so that what is wrong is said at once and
+once, fills the environment, and becomes supervisord.
+
+A role is run by its package's name (`python -m worker` is the same), so this module imports none of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import random
+import re
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from common import config as configuration
+from common import log, metrics
+from common.config import Config, ServeConfig
+from common.models import ModelNotFound, find_model
+from common.transport import AddressInUse, Lock, prepare_run_dir
+
+logger = logging.getLogger(__name__)
+
+EX_FAILURE = 1
+EX_USAGE = 2
+EX_BUSY = 75  # EX_TEMPFAIL: somebody else has this place now
+
+_PR_SET_PDEATHSIG = 1
+_MAX_BACKOFF_S = 30
+_USAGE = """usage: hedgerow COMMAND [flags]
+
+  serve [MODEL]   the whole suite on this host, under supervisord
+  gateway         one HTTP gateway
+  scheduler       the scheduler
+  worker          one worker
+
+hedgerow COMMAND --help lists the flags; each is also a HEDGEROW_ variable."""
+
+# What supervisord.conf itself reads; everything else reaches the processes through the environment.
+_SUPERVISORD_VARIABLES = (
+    "HEDGEROW_HOST",
+    "HEDGEROW_PORT",
+    "HEDGEROW_GATEWAYS",
+    "HEDGEROW_WORKERS",
+    "HEDGEROW_RUN_DIR",
+)
+
+
+class StartRefused(Exception):
+    """The suite cannot start; the text says what to change."""
+
+
+def main() -> int:
+    """The console script. Exit statuses: 0 stopped, 1 cannot start, 2 wrong flags, 75 the place is taken, 78 bad
+    model or configuration."""
+    command, *flags = sys.argv[1:] or ["--help"]
+    if command == "serve":
+        return _serve(flags)
+    if command in {"gateway", "scheduler", "worker"}:
+        sys.argv = [f"hedgerow {command}", *flags]
+        runpy.run_module(command, run_name="__main__")  # ends with run_process
+        raise AssertionError("a process has returned without an exit status")
+    wanted_help = command in {"--help", "-h", "help"}
+    (sys.stdout if wanted_help else sys.stderr).write(_USAGE + "\n")
+    return 0 if wanted_help else EX_USAGE
+
+
+# --- one process ---
+
+
+def run_process(role: str, config_class: type[Config], run: Callable[[Config, Callable[[], None]], int]) -> NoReturn:
+    """The whole life of one process of a suite; each role's `__main__` calls it with its own `main`.
+
+    `run` takes the configuration and what to call once the process can do its work; it returns the exit status.
+    """
+    supervised = configuration.under_supervisord()
+    if supervised:
+        _die_with_parent()
+    config = configuration.load(config_class, sys.argv[1:])
+    name = role if role == "scheduler" else f"{role}-{config.slot}"
+    listener = log.set_up(name, config.log_level, config.log_dir)
+    status = EX_FAILURE
+    try:
+        prepare_run_dir(config.run_dir)
+        lock = Lock(config.run_dir, name)
+        history = _StartHistory(config.run_dir, name)
+        status = 0
+        if not supervised or _wait(history.begin()):
+            logger.info("starting: %s", configuration.describe(config))
+            status = run(config, history.clear)
+            logger.info("stopped with status %d", status)
+        lock.close()
+    except AddressInUse as error:
+        logger.error("%s", error)  # noqa: TRY400 the text says it all
+        status = EX_BUSY
+    except (PermissionError, ValueError) as error:
+        logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
+        status = EX_FAILURE
+    finally:
+        listener.stop()
+    sys.exit(status)
+
+
+class _StartHistory:
+    """How often in a row a process was started without becoming ready, kept in the run folder.
+
+    supervisord restarts what dies at once and for ever; a process whose model file is broken would eat a core that way.
+    Once ready, a later death is restarted without a wait.
+    """
+
+    def __init__(self, run_dir: str, name: str) -> None:
+        self._path = Path(run_dir) / f"{name}.starts"
+
+    def begin(self) -> float:
+        """Count this start; the seconds to wait before it: 0, 1, 2, 4 … 30, within 20 %."""
+        failed_starts = len(self._read())
+        self._path.write_bytes(b"." * min(failed_starts + 1, 16))
+        if failed_starts == 0:
+            return 0.0
+        return min(2.0 ** (failed_starts - 1), _MAX_BACKOFF_S) * random.uniform(0.8, 1.2)
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _read(self) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return b""
+
+
+def _wait(delay_s: float) -> bool:
+    """Wait before a start; False when a stop was asked for meanwhile."""
+    if delay_s == 0:
+        return True
+    logger.warning("the last start failed; waiting %.1f s", delay_s)
+    stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+    previous = {
+        number: signal.signal(number, lambda *_: os.eventfd_write(stop_fd, 1))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    stopped, _, _ = select.select([stop_fd], [], [], delay_s)
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+    os.close(stop_fd)
+    return not stopped
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when supervisord dies: an orphan would hold its device and its lock."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(EX_FAILURE)  # it died before the kernel was told
+
+
+# --- the whole suite ---
+
+
+def _serve(flags: list[str]) -> int:
+    """Returns only when the suite cannot start."""
+    config = configuration.load(ServeConfig, flags)
+    try:
+        model = find_model(config.model)
+        prepare_run_dir(config.run_dir)
+        Lock(config.run_dir, "scheduler").close()
+        _check_port(config.host, config.port)
+    except (ModelNotFound, StartRefused, AddressInUse, PermissionError) as error:
+        sys.stderr.write(f"hedgerow serve: {error}\n")
+        return EX_BUSY if isinstance(error, AddressInUse) else EX_FAILURE
+    metrics.clear(config.run_dir)
+    for path in Path(config.run_dir).glob("*.starts"):
+        path.unlink()
+    environment = configuration.to_environment(config)
+    environment["HEDGEROW_MODEL"] = str(model.path)
+    environment["HEDGEROW_SERVED_MODEL_NAME"] = config.served_model_name or model.name
+    environment["HEDGEROW_WORKERS"] = str(_num_workers(config))
+    conf = _write_supervisord_conf(config.run_dir, environment)
+    # supervisord finds `hedgerow` where this Python found it, also when its environment is not activated.
+    environment["PATH"] = configuration.path_with(str(Path(sys.executable).parent))
+    sys.stderr.write(
+        f"hedgerow serves {environment['HEDGEROW_SERVED_MODEL_NAME']} on http://{config.host}:{config.port} "
+        f"once /ready says so; Ctrl-C stops it\n"
+    )
+    sys.stderr.flush()
+    os.environ.update(environment)
+    supervisord = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)]
+    return os.execv(sys.executable, supervisord)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises StartRefused when nothing can listen there: supervisord would only log it, and go on without."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)  # two sockets may be bound with SO_REUSEADDR, only one listens
+        except OSError as error:
+            raise StartRefused(
+                f"--port {port} on --host {host} cannot be opened: {error.strerror}. Choose another one."
+            ) from None
+    if port == 0:
+        raise StartRefused("--port 0 is no address that a client could use. Choose a free port.")
+
+
+def _num_workers(config: ServeConfig) -> int:
+    if config.workers != "auto":
+        return int(config.workers)
+    if config.device == "cpu":
+        return 1
+    # One a GPU that this user may see, counted without loading torch.
+    visible = configuration.visible_cuda_devices()
+    if visible is not None:
+        return max(1, len(visible))
+    return max(1, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))
+
+
+def _write_supervisord_conf(run_dir: str, environment: dict[str, str]) -> Path:
+    """A copy of the project's supervisord.conf whose line `environment` holds this suite's values."""
+    source = Path(__file__).with_name("supervisord.conf")  # where a wheel has it
+    if not source.exists():
+        source = Path(__file__).parent.parent / "supervisord.conf"
+    values = ",".join(f'{name}="{_escaped(environment[name])}"' for name in _SUPERVISORD_VARIABLES)
+    text, replaced = re.subn(
+        r"^environment=HEDGEROW_HOST=.*$", lambda _: f"environment={values}", source.read_text(), flags=re.MULTILINE
+    )
+    assert replaced == 1, "supervisord.conf has lost its environment line"
+    target = Path(run_dir) / "supervisord.conf"
+    target.write_text(text)
+    return target
+
+
+def _escaped(value: str) -> str:
+    if '"' in value or "\n" in value:
+        raise StartRefused(f"supervisord cannot take the value {value!r}: it holds a quotation mark or a line break")
+    return value.replace("%", "%%")

@@ -1,0 +1,378 @@
+"""The gateway's side of the scheduler: every request that was accepted is kept here until it is answered.
+
+`Ledger` is the state machine (messages and time in, messages out); `SchedulerClient` gives it a socket, the event loop
+and futures. The ledger is what makes a scheduler's death harmless: whatever was not answered is sent again to the
+next one. A long request is cut into pieces, and only so many wait at the scheduler at once; the rest stays here, so
+that one big request never fills the queue for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from common.errors import (
+    DeadlineExceeded,
+    ProtocolError,
+    ServiceError,
+    Unavailable,
+    from_wire,
+)
+from common.metrics import Metrics
+from common.protocol import (
+    PROTOCOL_VERSION,
+    Beat,
+    Cancel,
+    Failure,
+    Join,
+    Message,
+    ModelFacts,
+    Ping,
+    Refuse,
+    Reply,
+    Request,
+    Welcome,
+    cu_seqlens,
+)
+from common.transport import Dealer, address, now_ns
+
+logger = logging.getLogger(__name__)
+
+TICK_NS = 250_000_000
+
+# Three pulses missed: ask again to join. A restarted scheduler does not know us and stays mute until then.
+_REJOIN_NS = 700_000_000
+
+# Silent for so long, the scheduler hangs: what is held stays held, new requests are better told at once.
+_SILENT_NS = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A request's vectors, and where its time went."""
+
+    rows: npt.NDArray[np.float32]  # [sequences, dimensions]
+    queue_us: int  # the longest wait of any of its sequences
+    step_us: int  # the steps that ran it, added up
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    status: str  # ready, starting, draining or unavailable
+    workers_ready: int
+    workers_total: int
+    reason: str  # one sentence; empty when ready
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A client's request, held until `future` is done."""
+
+    future: asyncio.Future[Embedded]
+    token_ids: npt.NDArray[np.int32]  # [tokens]
+    lengths: npt.NDArray[np.int32]  # [sequences]
+    offsets: npt.NDArray[np.int32]  # [sequences + 1]
+    dimensions: int
+    normalize: bool
+    lane: str
+    deadline_ns: int
+    rows: npt.NDArray[np.float32]  # [sequences, dimensions], filled as replies come
+    unanswered: int  # sequences
+    next_sequence: int = 0  # where the next piece begins
+    waiting_tokens: int = 0  # of its pieces at the scheduler
+    pieces: set[int] = field(default_factory=set)  # their ids
+    queue_us: int = 0
+    step_us: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """The sequences [start, stop) of an entry, as one Request."""
+
+    entry: Entry
+    start: int
+    stop: int
+    unanswered: int
+    sent: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.entry.offsets[self.stop] - self.entry.offsets[self.start])
+
+
+class Ledger:
+    """What this gateway owes, and what it knows of the scheduler. `send` takes a message or says that it cannot."""
+
+    def __init__(self, name: str, send: Callable[[Message], bool], metrics: Metrics, now_ns: int) -> None:
+        self.facts: ModelFacts | None = None
+        self.refused: str | None = None  # why the scheduler will not have us
+        self._name = name
+        self._send = send
+        self._metrics = metrics
+        self._pieces: dict[int, _Piece] = {}
+        self._request_ids = itertools.count(1)
+        self._welcome: Welcome | None = None
+        self._status: Ping | None = None
+        self._last_heard_ns = now_ns
+
+    def readiness(self, now_ns: int) -> Readiness:
+        ready, total = (self._status.workers_ready, self._status.workers_total) if self._status else (0, 0)
+        if self.refused is not None:
+            return Readiness("unavailable", 0, total, self.refused)
+        if now_ns - self._last_heard_ns >= _SILENT_NS or self._status is None:
+            status = "starting" if self._welcome is None else "unavailable"
+            return Readiness(status, 0, total, "The scheduler does not answer.")
+        if self.facts is None:
+            return Readiness("starting", ready, total, "No worker has loaded the model yet.")
+        if ready == 0:
+            return Readiness("unavailable", 0, total, "No worker is ready.")
+        if not self._status.progressing:
+            return Readiness("unavailable", ready, total, "Work is outstanding and none of it finishes.")
+        return Readiness("ready", ready, total, "")
+
+    def open(self, entry: Entry, now_ns: int) -> None:
+        """Accept a request: from here on it is answered through its future.
+
+        Raises:
+            Unavailable: the scheduler does not answer, or no worker has ever been ready.
+        """
+        if self.refused is not None or self.facts is None or now_ns - self._last_heard_ns >= _SILENT_NS:
+            raise Unavailable(self.readiness(now_ns).reason + " Try again.", retry_after_s=1)
+        self._feed(entry)
+
+    def close(self, entry: Entry) -> None:
+        """Nobody waits for it any more (answered, failed, cancelled): take back what the scheduler still has."""
+        for request_id in entry.pieces:
+            del self._pieces[request_id]
+            self._send(Cancel(request_id))
+        entry.pieces.clear()
+
+    def on_message(self, message: Message, now_ns: int) -> None:
+        self._last_heard_ns = now_ns
+        if isinstance(message, Reply):
+            self._on_reply(message)
+        elif isinstance(message, Ping):
+            self._status = message
+        elif isinstance(message, Failure):
+            self._on_failure(message)
+        elif isinstance(message, Welcome):
+            self._on_welcome(message)
+        elif isinstance(message, Refuse):
+            logger.error("the scheduler refused this gateway: %s", message.message)
+            self.refused = f"The scheduler refused this gateway: {message.message}."
+        else:
+            logger.warning("the scheduler sent a %s; ignored", type(message).__name__)
+
+    def on_tick(self, now_ns: int) -> None:
+        if self._welcome is None or now_ns - self._last_heard_ns >= _REJOIN_NS:
+            self._send(Join(PROTOCOL_VERSION, self._name, os.getpid()))
+        else:
+            self._send(Beat(self._welcome.epoch, len(self._pieces)))
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self._pieces)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        self._welcome = welcome
+        if welcome.facts is not None and welcome.facts != self.facts:
+            self.facts = welcome.facts
+        for request_id, piece in list(self._pieces.items()):
+            # A scheduler that has just begun knows none of them; one that was only slow may have missed some.
+            if not welcome.resumed or not piece.sent:
+                self._metrics.resubmitted.inc()
+                self._submit(request_id, piece, opens=False)
+        for entry in {piece.entry: None for piece in self._pieces.values()}:
+            self._feed(entry)
+
+    def _feed(self, entry: Entry) -> None:
+        """Send pieces of a request until the window is full: at least one, at most all."""
+        assert self._welcome is not None, "facts come in a Welcome"
+        num_sequences = len(entry.lengths)
+        while entry.next_sequence < num_sequences and not entry.future.done():
+            start = entry.next_sequence
+            stop = _piece_end(entry.offsets, start, self._welcome.piece_tokens)
+            piece = _Piece(entry, start, stop, stop - start)
+            if entry.pieces and entry.waiting_tokens + piece.num_tokens > self._welcome.window_tokens:
+                return
+            request_id = next(self._request_ids)
+            self._pieces[request_id] = piece
+            entry.pieces.add(request_id)
+            entry.waiting_tokens += piece.num_tokens
+            entry.next_sequence = stop
+            self._submit(request_id, piece, opens=start == 0)
+
+    def _submit(self, request_id: int, piece: _Piece, *, opens: bool) -> None:
+        entry = piece.entry
+        first, last = entry.offsets[piece.start], entry.offsets[piece.stop]
+        piece.sent = self._send(
+            Request(
+                request_id=request_id,
+                deadline_ns=entry.deadline_ns,
+                lane=entry.lane,
+                opens=opens,
+                dimensions=entry.dimensions,
+                normalize=entry.normalize,
+                token_ids=entry.token_ids[first:last],
+                lengths=entry.lengths[piece.start : piece.stop],
+            )
+        )
+
+    def _on_reply(self, reply: Reply) -> None:
+        piece = self._pieces.get(reply.request_id)
+        if piece is None:
+            self._metrics.late_replies.inc()
+            return
+        entry = piece.entry
+        count = len(reply.rows)
+        first = piece.start + reply.first_sequence
+        entry.rows[first : first + count] = reply.rows[:, : entry.dimensions]
+        entry.queue_us = max(entry.queue_us, reply.queue_us)
+        entry.step_us += reply.step_us
+        entry.unanswered -= count
+        piece.unanswered -= count
+        if piece.unanswered == 0:
+            del self._pieces[reply.request_id]
+            entry.pieces.remove(reply.request_id)
+            entry.waiting_tokens -= piece.num_tokens
+            self._feed(entry)
+        if entry.unanswered == 0 and not entry.future.done():
+            entry.future.set_result(Embedded(entry.rows, entry.queue_us, entry.step_us))
+
+    def _on_failure(self, failure: Failure) -> None:
+        piece = self._pieces.pop(failure.request_id, None)
+        if piece is None:
+            self._metrics.late_replies.inc()
+            return
+        entry = piece.entry
+        entry.pieces.remove(failure.request_id)
+        error = from_wire(
+            failure.code,
+            failure.message,
+            param=None if failure.sequence is None else f"input[{piece.start + failure.sequence}]",
+            retry_after_s=None if failure.retry_after_ms is None else failure.retry_after_ms / 1000,
+        )
+        fail(entry, error)
+        self.close(entry)
+
+
+def fail(entry: Entry, error: ServiceError) -> None:
+    if not entry.future.done():
+        entry.future.set_exception(error)
+
+
+def _piece_end(offsets: npt.NDArray[np.int32], start: int, piece_tokens: int) -> int:
+    """Where a piece that begins at `start` ends: as many sequences as have `piece_tokens` tokens, at least one."""
+    fitting_end = int(np.searchsorted(offsets, int(offsets[start]) + piece_tokens, side="right")) - 1
+    return max(fitting_end, start + 1)
+
+
+class SchedulerClient:
+    """The ledger on a running event loop. One DEALER socket, owned here; `close` closes it."""
+
+    def __init__(self, run_dir: str, name: str, metrics: Metrics) -> None:
+        self.on_facts: Callable[[ModelFacts], None] | None = None  # called on the loop when facts come or change
+        self._metrics = metrics
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealer = Dealer(self._context, address(run_dir, "gateways"), "g")
+        self._fd = int(self._dealer.socket.getsockopt(zmq.FD))
+        self._ledger = Ledger(name, self._dealer.send, metrics, now_ns())
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tick_handle: asyncio.TimerHandle | None = None
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """The model's facts; None until the first worker of the fleet has been ready."""
+        return self._ledger.facts
+
+    def readiness(self) -> Readiness:
+        return self._ledger.readiness(now_ns())
+
+    def start(self) -> None:
+        """Begin to talk to the scheduler, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._receive)
+        self._tick()
+
+    async def close(self) -> None:
+        """Leave. Requests that are still open stay unanswered: let them finish first."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._fd)
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        self._dealer.close(linger_ms=100)
+        self._context.term()
+
+    async def submit(
+        self,
+        sequences: list[npt.NDArray[np.int32]],
+        *,
+        dimensions: int,
+        normalize: bool,
+        lane: str,
+        deadline_ns: int,
+    ) -> Embedded:
+        """The vectors of sequences of token ids: [sequences, dimensions] in their order.
+
+        When the caller's task is cancelled, so is the work.
+
+        Raises:
+            Overloaded, Unavailable, DeadlineExceeded, NonfiniteOutput, InternalError: see errors.py; `param` names the
+                sequence at fault where there is one.
+        """
+        assert self._loop is not None, "start() comes first"
+        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
+        entry = Entry(
+            future=self._loop.create_future(),
+            token_ids=sequences[0] if len(sequences) == 1 else np.concatenate(sequences),
+            lengths=lengths,
+            offsets=cu_seqlens(lengths),
+            dimensions=dimensions,
+            normalize=normalize,
+            lane=lane,
+            deadline_ns=deadline_ns,
+            rows=np.empty((len(sequences), dimensions), dtype=np.float32),
+            unanswered=len(sequences),
+        )
+        self._ledger.open(entry, now_ns())
+        self._loop.call_soon(self._receive)  # see _receive
+        late = DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less.")
+        timer = self._loop.call_later(max(0, deadline_ns - now_ns()) / 1e9, fail, entry, late)
+        try:
+            return await entry.future
+        finally:
+            timer.cancel()
+            self._ledger.close(entry)
+
+    def _receive(self) -> None:
+        """Take everything that waits.
+
+        ZeroMQ's descriptor signals an edge, and a send may consume it: so this also runs after every send.
+        """
+        facts = self._ledger.facts
+        while True:
+            try:
+                message = self._dealer.receive()
+            except ProtocolError as error:
+                self._metrics.protocol_errors.labels("gateway").inc()
+                logger.warning("a message of the scheduler was dropped: %s", error)
+                continue
+            if message is None:
+                break
+            self._ledger.on_message(message, now_ns())
+        if self._ledger.facts is not facts and self._ledger.facts is not None and self.on_facts is not None:
+            self.on_facts(self._ledger.facts)
+
+    def _tick(self) -> None:
+        assert self._loop is not None
+        self._ledger.on_tick(now_ns())
+        self._receive()
+        self._tick_handle = self._loop.call_later(TICK_NS / 1e9, self._tick)

@@ -1,0 +1,452 @@
+"""The scheduler as a state machine: a message or the time goes in, actions come out. No socket, no clock, no pid.
+
+It holds promises, never the only copy: a gateway keeps each request until it has answered it, so the scheduler may
+die at any time and nothing is lost. Everything that it was asked is answered exactly once, by `_settle` or by the
+last row of `_reply`; where a gateway is gone, nobody waits and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    NonfiniteOutput,
+    RetriesExhausted,
+    ServiceError,
+    Unavailable,
+)
+from common.metrics import Metrics
+from common.protocol import (
+    PROTOCOL_VERSION,
+    BatchFailed,
+    Beat,
+    Cancel,
+    Failure,
+    Goodbye,
+    Hello,
+    Join,
+    Message,
+    ModelFacts,
+    Ping,
+    Refuse,
+    Reply,
+    Request,
+    Result,
+    Welcome,
+)
+from scheduler.admission import RECOVERY_NS, Admission, ServiceRate, no_capacity
+from scheduler.batching import MAX_LOSSES, BatchQueue, Pending, Span
+from scheduler.fleet import BadResult, Fleet, InFlight, Worker, check_result, with_loss
+
+logger = logging.getLogger(__name__)
+
+PING_NS = 250_000_000
+
+# A gateway that has said nothing for so long is not waiting for anything: its work is dropped, and if it comes back it
+# joins again and sends it again.
+_GATEWAY_LOST_NS = 5_000_000_000
+
+# The least time without a finished batch that counts as no progress.
+_STALLED_NS = 10_000_000_000
+
+# Below this a late tick is the ordinary jitter of a busy machine.
+_LAG_NS = 500_000_000
+
+_DEFAULT_PIECE_TOKENS = 1024  # until a worker has told its own budget
+
+
+@dataclass(frozen=True, slots=True)
+class ToGateway:
+    peer: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    peer: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the process behind this worker: it was given up while it may still be running."""
+
+    peer: bytes
+
+
+Action: TypeAlias = ToGateway | ToWorker | Kill
+
+
+@dataclass(slots=True, eq=False)
+class _Gateway:
+    peer: bytes
+    name: str
+    pid: int
+    last_heard_ns: int
+    requests: dict[int, Pending]
+
+
+class Scheduler:
+    """Every public method returns the actions that it asks for, in order; the caller performs them."""
+
+    def __init__(self, *, epoch: int, workers_total: int, max_queue_ms: int, metrics: Metrics, now_ns: int) -> None:
+        self.epoch = epoch
+        self._workers_total = workers_total
+        self._admission = Admission(max_queue_ms)
+        self._rate = ServiceRate()
+        self._queue = BatchQueue()
+        self._fleet = Fleet(epoch)
+        self._gateways: dict[bytes, _Gateway] = {}
+        self._facts: ModelFacts | None = None
+        self._metrics = metrics
+        self._actions: list[Action] = []
+        self._next_arrival = 1
+        self._needs_pruning = False
+        self._last_ready_ns = now_ns
+        self._last_progress_ns = now_ns
+        self._last_tick_ns = now_ns
+        self._next_ping_ns = now_ns
+
+    # --- what arrives ---
+
+    def on_gateway_message(self, peer: bytes, message: Message, now_ns: int) -> list[Action]:
+        gateway = self._gateways.get(peer)
+        if isinstance(message, Join):
+            self._on_join(peer, message, now_ns)
+        elif gateway is None:
+            # A past scheduler's gateway: it will notice that nobody answers, and join.
+            self._metrics.stale_messages.inc()
+        else:
+            gateway.last_heard_ns = now_ns
+            if isinstance(message, Request):
+                self._on_request(gateway, message, now_ns)
+            elif isinstance(message, Cancel):
+                self._on_cancel(gateway, message)
+            elif not isinstance(message, Beat):
+                logger.warning("%s sent a %s; ignored", gateway.name, type(message).__name__)
+        return self._take_actions(now_ns)
+
+    def on_worker_message(self, peer: bytes, message: Message, now_ns: int) -> list[Action]:
+        worker = self._fleet.get(peer)
+        if isinstance(message, Hello):
+            self._on_hello(peer, worker, message, now_ns)
+        elif worker is None:
+            self._metrics.stale_messages.inc()
+        else:
+            worker.last_heard_ns = now_ns
+            if isinstance(message, Result):
+                self._on_result(worker, message, now_ns)
+            elif isinstance(message, BatchFailed):
+                self._on_batch_failed(worker, message, now_ns)
+            elif isinstance(message, Goodbye):
+                logger.info("%s leaves: %s", worker.name, message.reason)
+                self._lose(worker, "goodbye", now_ns)
+            elif not isinstance(message, Beat):
+                logger.warning("%s sent a %s; ignored", worker.name, type(message).__name__)
+        return self._take_actions(now_ns)
+
+    def on_worker_lost(self, peer: bytes, reason: str, now_ns: int) -> list[Action]:
+        """The worker's process or connection is gone."""
+        worker = self._fleet.get(peer)
+        if worker is not None:
+            self._lose(worker, reason, now_ns)
+        return self._take_actions(now_ns)
+
+    def on_gateway_lost(self, peer: bytes, reason: str, now_ns: int) -> list[Action]:
+        """The gateway's process or connection is gone: nobody waits for its work."""
+        gateway = self._gateways.get(peer)
+        if gateway is not None:
+            self._lose_gateway(gateway, reason)
+        return self._take_actions(now_ns)
+
+    def on_tick(self, now_ns: int) -> list[Action]:
+        """What time brings: pulses, expired requests, lost peers. Call it at `next_tick_ns`, or sooner."""
+        lag_ns = now_ns - self._last_tick_ns - PING_NS
+        if lag_ns > _LAG_NS:
+            # This process stood still (stopped, starved). Whoever seems silent was merely not heard.
+            logger.warning("the scheduler stood still for %.1f s", lag_ns / 1e9)
+            self._fleet.forgive(lag_ns)
+            for gateway in self._gateways.values():
+                gateway.last_heard_ns += lag_ns
+        self._last_tick_ns = now_ns
+        for worker, reason in self._fleet.lost(now_ns):
+            self._actions.append(Kill(worker.peer))
+            self._lose(worker, reason, now_ns)
+        for gateway in [g for g in self._gateways.values() if now_ns - g.last_heard_ns >= _GATEWAY_LOST_NS]:
+            self._lose_gateway(gateway, "silent")
+        if self._fleet.ready(now_ns):
+            self._last_ready_ns = now_ns
+        elif now_ns - self._last_ready_ns >= RECOVERY_NS:
+            for pending in self._queue.pending():
+                self._settle(pending, no_capacity())
+        if self._needs_pruning:
+            self._queue.prune()
+            self._needs_pruning = False
+        if now_ns >= self._next_ping_ns:
+            self._next_ping_ns = now_ns + PING_NS
+            self._ping(now_ns)
+        return self._take_actions(now_ns)
+
+    def next_tick_ns(self) -> int:
+        return self._next_ping_ns
+
+    # --- peers ---
+
+    def _on_join(self, peer: bytes, join: Join, now_ns: int) -> None:
+        if join.protocol_version != PROTOCOL_VERSION:
+            self._actions.append(ToGateway(peer, _version_refusal(join.protocol_version)))
+            return
+        known = self._gateways.get(peer)
+        if known is None:
+            logger.info("%s joined (pid %d)", join.name, join.pid)
+            self._gateways[peer] = _Gateway(peer, join.name, join.pid, now_ns, {})
+        else:
+            known.last_heard_ns = now_ns
+        self._actions.append(ToGateway(peer, self._welcome(resumed=known is not None, now_ns=now_ns)))
+        self._actions.append(ToGateway(peer, self._status(now_ns)))
+
+    def _on_hello(self, peer: bytes, known: Worker | None, hello: Hello, now_ns: int) -> None:
+        if known is not None:
+            known.last_heard_ns = now_ns
+            return
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            logger.error("%s (pid %d) refused: %s", hello.name, hello.pid, refusal.message)
+            self._actions.append(ToWorker(peer, refusal))
+            return
+        logger.info("%s is ready (pid %d, %s on %s)", hello.name, hello.pid, hello.facts.name, hello.facts.device)
+        self._fleet.join(Worker(peer, hello.name, hello.pid, hello.facts, now_ns))
+        self._last_ready_ns = self._last_progress_ns = now_ns
+        if self._facts is not None and self._facts.fingerprint != hello.facts.fingerprint:
+            # Token ids of another model's tokenizer would run, and answer nonsense.
+            for pending in self._queue.pending():
+                self._settle(pending, Unavailable("The model was replaced. Send the request again.", retry_after_s=1))
+        self._facts = hello.facts
+        self._actions.append(ToWorker(peer, self._status(now_ns)))
+        self._announce(now_ns)
+
+    def _refusal(self, hello: Hello) -> Refuse | None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return _version_refusal(hello.protocol_version)
+        if self._fleet.named(hello.name) is not None:
+            return Refuse("duplicate_name", f"a worker named {hello.name} is already here; give each its own --slot")
+        others = self._fleet.all()
+        if others and others[0].facts.fingerprint != hello.facts.fingerprint:
+            return Refuse(
+                "model_mismatch",
+                f"{others[0].name} serves {others[0].facts.name} ({others[0].facts.fingerprint}), "
+                f"this worker {hello.facts.name} ({hello.facts.fingerprint}); one fleet serves one model",
+            )
+        return None
+
+    def _lose(self, worker: Worker, reason: str, now_ns: int) -> None:
+        spans = self._fleet.leave(worker.peer)
+        if reason != "goodbye":
+            self._metrics.worker_losses.labels(reason).inc()
+            logger.warning(
+                "%s (pid %d) lost: %s; %d sequences run again",
+                worker.name,
+                worker.pid,
+                reason,
+                sum(span.num_sequences for span in spans),
+            )
+        error = RetriesExhausted(
+            f"This input was running on {MAX_LOSSES} workers when each of them died.", retry_after_s=5
+        )
+        for span in spans:
+            self._retry(span, error)
+        self._announce(now_ns)
+
+    def _lose_gateway(self, gateway: _Gateway, reason: str) -> None:
+        logger.info(
+            "%s (pid %d) lost: %s; %d requests dropped", gateway.name, gateway.pid, reason, len(gateway.requests)
+        )
+        del self._gateways[gateway.peer]
+        for pending in gateway.requests.values():
+            pending.settled = True
+        self._needs_pruning = True
+
+    # --- requests ---
+
+    def _on_request(self, gateway: _Gateway, request: Request, now_ns: int) -> None:
+        pending = Pending(gateway.peer, request, self._next_arrival, now_ns, len(request.lengths))
+        self._next_arrival += 1
+        if request.request_id in gateway.requests:
+            self._metrics.stale_messages.inc()  # sent twice around a reconnection; the first one stands
+            return
+        gateway.requests[request.request_id] = pending
+        if request.opens:
+            error = self._admission.refusal(
+                queued_tokens=self._queue.num_tokens,
+                deadline_ns=request.deadline_ns,
+                rate=self._rate,
+                workers_ready=self._fleet.ready(now_ns),
+                without_workers_ns=now_ns - self._last_ready_ns,
+                now_ns=now_ns,
+            )
+            if error is not None:
+                self._settle(pending, error)
+                return
+        self._queue.push(Span(pending, 0, len(request.lengths)))
+
+    def _on_cancel(self, gateway: _Gateway, cancel: Cancel) -> None:
+        pending = gateway.requests.pop(cancel.request_id, None)
+        if pending is not None:
+            pending.settled = True
+            self._needs_pruning = True
+            self._metrics.cancelled.inc()
+
+    def _on_result(self, worker: Worker, result: Result, now_ns: int) -> None:
+        batch = self._released(worker, result.epoch, result.batch_id, now_ns)
+        if batch is None:
+            return
+        try:
+            check_result(worker, batch, result)
+        except BadResult as error:
+            logger.error("%s answered batch %d with nonsense: %s", worker.name, batch.batch_id, error)  # noqa: TRY400 the peer's fault
+            worker.in_flight = {batch.batch_id: batch, **worker.in_flight}
+            self._actions.append(Kill(worker.peer))
+            self._lose(worker, "bad_result", now_ns)
+            return
+        self._rate.observe(batch.num_tokens, result.step_us)
+        self._last_progress_ns = now_ns
+        self._metrics.batches.labels("done").inc()
+        nonfinite = set(result.nonfinite.tolist())
+        row = 0
+        for span in batch.spans:
+            self._reply(span, row, batch, result, nonfinite)
+            row += span.num_sequences
+
+    def _on_batch_failed(self, worker: Worker, failed: BatchFailed, now_ns: int) -> None:
+        batch = self._released(worker, failed.epoch, failed.batch_id, now_ns)
+        if batch is None:
+            return
+        logger.error("%s failed batch %d: %s", worker.name, batch.batch_id, failed.message)
+        self._last_progress_ns = now_ns
+        self._metrics.batches.labels("failed").inc()
+        # Not this worker's death, yet the same question: which of these sequences did it? So the same ladder.
+        for span in batch.spans:
+            self._retry(with_loss(span), InternalError("The model failed on this input."))
+
+    def _released(self, worker: Worker, epoch: int, batch_id: int, now_ns: int) -> InFlight | None:
+        batch = self._fleet.release(worker, batch_id, now_ns) if epoch == self.epoch else None
+        if batch is None:
+            self._metrics.stale_messages.inc()
+        return batch
+
+    def _reply(self, span: Span, first_row: int, batch: InFlight, result: Result, nonfinite: set[int]) -> None:
+        pending = span.pending
+        if pending.settled:
+            return
+        for row in range(first_row, first_row + span.num_sequences) if nonfinite else ():
+            if row in nonfinite:
+                error = NonfiniteOutput("The model's output for this input is not finite.")
+                self._settle(pending, error, span.start + row - first_row)
+                return
+        self._actions.append(
+            ToGateway(
+                pending.gateway,
+                Reply(
+                    request_id=pending.request.request_id,
+                    first_sequence=span.start,
+                    queue_us=max(0, batch.sent_ns - pending.arrived_ns) // 1000,
+                    step_us=result.step_us,
+                    rows=result.rows[first_row : first_row + span.num_sequences],
+                ),
+            )
+        )
+        pending.unanswered -= span.num_sequences
+        if pending.unanswered == 0:
+            pending.settled = True
+            self._forget(pending)
+
+    def _retry(self, span: Span, error: ServiceError) -> None:
+        if span.pending.settled:
+            return
+        if span.losses >= MAX_LOSSES:
+            self._settle(span.pending, error, span.start)
+            return
+        self._metrics.retried_sequences.inc(span.num_sequences)
+        self._queue.push(span)
+
+    def _settle(self, pending: Pending, error: ServiceError, sequence: int | None = None) -> None:
+        """Answer a request with its failure."""
+        pending.settled = True
+        self._needs_pruning = True
+        self._forget(pending)
+        self._metrics.refused.labels(error.code).inc()
+        retry_after_ms = None if error.retry_after_s is None else int(error.retry_after_s * 1000)
+        failure = Failure(pending.request.request_id, error.code, error.message, sequence, retry_after_ms)
+        self._actions.append(ToGateway(pending.gateway, failure))
+
+    def _forget(self, pending: Pending) -> None:
+        gateway = self._gateways.get(pending.gateway)
+        if gateway is not None:
+            gateway.requests.pop(pending.request.request_id, None)
+
+    # --- what goes out ---
+
+    def _fill_slots(self, now_ns: int) -> None:
+        """Form a batch for every free slot, as long as something waits that is still in time."""
+        for pending in self._queue.expired(now_ns):
+            self._settle(pending, DeadlineExceeded("The deadline passed while the request waited for a worker."))
+        while (worker := self._fleet.free_worker(now_ns)) is not None:
+            spans = self._queue.next_batch(worker.facts.max_batch_tokens)
+            if not spans:
+                return
+            num_tokens = sum(span.num_tokens for span in spans)
+            batch = self._fleet.assign(worker, spans, self._rate.predict_ms(num_tokens), now_ns)
+            self._actions.append(ToWorker(worker.peer, batch))
+            self._metrics.batch_tokens.observe(num_tokens)
+            for span in spans:
+                self._metrics.queue_seconds.observe((now_ns - span.pending.arrived_ns) / 1e9)
+
+    def _take_actions(self, now_ns: int) -> list[Action]:
+        self._fill_slots(now_ns)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _announce(self, now_ns: int) -> None:
+        for peer in self._gateways:
+            self._actions.append(ToGateway(peer, self._welcome(resumed=True, now_ns=now_ns)))
+            self._actions.append(ToGateway(peer, self._status(now_ns)))
+
+    def _ping(self, now_ns: int) -> None:
+        status = self._status(now_ns)
+        self._actions.extend(ToGateway(peer, status) for peer in self._gateways)
+        self._actions.extend(ToWorker(worker.peer, status) for worker in self._fleet.all())
+        self._metrics.queued_tokens.set(self._queue.num_tokens)
+        self._metrics.queued_sequences.set(self._queue.num_sequences)
+        self._metrics.workers.labels("ready").set(status.workers_ready)
+        self._metrics.workers.labels("total").set(status.workers_total)
+        self._metrics.gateways.set(len(self._gateways))
+
+    def _welcome(self, *, resumed: bool, now_ns: int) -> Welcome:
+        piece_tokens = self._facts.max_batch_tokens if self._facts else _DEFAULT_PIECE_TOKENS
+        # Enough pieces of one long request to keep every worker's two slots full, and one to come.
+        window_tokens = piece_tokens * (2 * max(self._fleet.ready(now_ns), 1) + 1)
+        return Welcome(PROTOCOL_VERSION, self.epoch, resumed, self._facts, piece_tokens, window_tokens)
+
+    def _status(self, now_ns: int) -> Ping:
+        ready = self._fleet.ready(now_ns)
+        return Ping(self.epoch, ready, max(self._workers_total, ready), self._progressing(now_ns))
+
+    def _progressing(self, now_ns: int) -> bool:
+        running = [batch for worker in self._fleet.all() for batch in worker.in_flight.values()]
+        if not running and not len(self._queue):
+            return True
+        allowed_ns = max([_STALLED_NS, *(5 * batch.predicted_ns for batch in running)])
+        # An idle fleet makes no progress, and needs none: count from the oldest batch that still runs.
+        since_ns = max([self._last_progress_ns, *([min(b.sent_ns for b in running)] if running else [])])
+        return now_ns - since_ns < allowed_ns
+
+
+def _version_refusal(version: int) -> Refuse:
+    return Refuse(
+        "version",
+        f"this scheduler speaks protocol {PROTOCOL_VERSION}, the peer {version}; install one version of hedgerow",
+    )

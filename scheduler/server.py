@@ -1,0 +1,189 @@
+"""The scheduler's process: the poll loop, its two sockets, and a pidfd for every peer.
+
+One plain loop without asyncio and without torch: it starts in a fraction of a second, which is what a gateway waits for
+when a scheduler has died. SIGTERM ends it at once, whatever it holds: gateways hold their requests and send them to
+the next scheduler, as they do when it is killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable
+
+import zmq
+
+from common.config import SchedulerConfig
+from common.errors import ProtocolError
+from common.metrics import Metrics, open_metrics
+from common.protocol import Hello, Join, Message, Refuse
+from common.transport import PeerGone, PeerStuck, Router, address, now_ns
+from scheduler.core import Action, Kill, Scheduler, ToGateway
+
+logger = logging.getLogger(__name__)
+
+# One side may not keep the other waiting: after so many messages the loop looks at everything else.
+_MESSAGES_A_TURN = 256
+_BOUND_CHECK_NS = 1_000_000_000
+
+
+class _Side:
+    """The gateways, or the workers: their socket, and a pidfd for each peer so that a death is known in a millisecond.
+
+    A pidfd, and never a pid, is what is killed: a pid may belong to somebody else by then.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        on_message: Callable[[bytes, Message, int], list[Action]],
+        on_lost: Callable[[bytes, str, int], list[Action]],
+        poller: zmq.Poller,
+    ) -> None:
+        self.router = router
+        self.on_message = on_message
+        self.on_lost = on_lost
+        self._poller = poller
+        self._pidfds: dict[bytes, int] = {}
+        poller.register(router.socket, zmq.POLLIN)
+
+    def watch(self, peer: bytes, pid: int) -> None:
+        if peer in self._pidfds:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:  # gone already, or of another host: its silence will tell
+            logger.warning("the process %d of a peer cannot be watched: %s", pid, error)
+            return
+        self._pidfds[peer] = pidfd
+        self._poller.register(pidfd, zmq.POLLIN)
+
+    def exited(self, ready: dict[object, int]) -> list[bytes]:
+        return [peer for peer, pidfd in self._pidfds.items() if pidfd in ready]
+
+    def kill(self, peer: bytes) -> None:
+        pidfd = self._pidfds.get(peer)
+        if pidfd is not None:
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it died by itself
+
+    def forget(self, peer: bytes) -> None:
+        pidfd = self._pidfds.pop(peer, None)
+        if pidfd is not None:
+            self._poller.unregister(pidfd)
+            os.close(pidfd)
+
+    def close(self) -> None:
+        for peer in list(self._pidfds):
+            self.forget(peer)
+        self.router.close()
+
+
+class Server:
+    def __init__(self, config: SchedulerConfig, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._core = Scheduler(
+            epoch=1 + secrets.randbits(62),
+            workers_total=config.workers,
+            max_queue_ms=config.max_queue_ms,
+            metrics=metrics,
+            now_ns=now_ns(),
+        )
+        self._poller = zmq.Poller()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gateways = _Side(
+            Router(self._context, address(config.run_dir, "gateways")),
+            self._core.on_gateway_message,
+            self._core.on_gateway_lost,
+            self._poller,
+        )
+        self._workers = _Side(
+            Router(self._context, address(config.run_dir, "workers")),
+            self._core.on_worker_message,
+            self._core.on_worker_lost,
+            self._poller,
+        )
+        self._sides = (self._workers, self._gateways)
+        self._next_bound_check_ns = now_ns()
+
+    def run(self, stop_fd: int) -> None:
+        """Serve until `stop_fd` becomes readable."""
+        self._poller.register(stop_fd, zmq.POLLIN)
+        while True:
+            wait_ms = 1 + max(0, self._core.next_tick_ns() - now_ns()) // 1_000_000
+            ready: dict[object, int] = dict(self._poller.poll(wait_ms))
+            if stop_fd in ready:
+                return
+            for side in self._sides:
+                for peer in side.exited(ready):
+                    side.forget(peer)
+                    self._perform(side.on_lost(peer, "exited", now_ns()))
+                if side.router.socket in ready:
+                    self._receive(side)
+            self._perform(self._core.on_tick(now_ns()))
+            self._check_bound()
+
+    def close(self) -> None:
+        for side in self._sides:
+            side.close()
+        self._context.destroy(linger=0)
+
+    def _receive(self, side: _Side) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                received = side.router.receive()
+            except ProtocolError as error:
+                self._metrics.protocol_errors.labels("scheduler").inc()
+                logger.warning("a message was dropped: %s", error)
+                continue
+            if received is None:
+                return
+            peer, message = received
+            if isinstance(message, Join | Hello):
+                side.watch(peer, message.pid)
+            self._perform(side.on_message(peer, message, now_ns()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        """Do what the core asks. What cannot be delivered is news for the core, which may ask for more."""
+        for action in actions:
+            if isinstance(action, Kill):
+                self._workers.kill(action.peer)
+                continue
+            side = self._gateways if isinstance(action, ToGateway) else self._workers
+            try:
+                side.router.send(action.peer, action.message)
+            except PeerGone:
+                side.forget(action.peer)
+                self._perform(side.on_lost(action.peer, "disconnected", now_ns()))
+            except PeerStuck:
+                # Thousands of unread messages: it hangs, and this message cannot reach it.
+                self._perform(side.on_lost(action.peer, "does not read", now_ns()))
+            else:
+                if isinstance(action.message, Refuse):
+                    side.forget(action.peer)
+
+    def _check_bound(self) -> None:
+        if now_ns() < self._next_bound_check_ns:
+            return
+        self._next_bound_check_ns = now_ns() + _BOUND_CHECK_NS
+        for side in self._sides:
+            if side.router.ensure_bound():
+                logger.warning("a socket file was removed from the run folder; bound again")
+
+
+def main(config: SchedulerConfig, on_ready: Callable[[], None]) -> int:
+    """Run a scheduler until SIGTERM or SIGINT; the exit status. Calls `on_ready` once its sockets are bound."""
+    stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.eventfd_write(stop_fd, 1))
+    server = Server(config, open_metrics(config.run_dir))
+    on_ready()
+    try:
+        server.run(stop_fd)
+    finally:
+        server.close()
+    return 0
