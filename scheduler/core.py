@@ -244,7 +244,8 @@ class Scheduler:
         return None
 
     def _lose(self, worker: Worker, reason: str, now_ns: int) -> None:
-        spans = self._fleet.leave(worker.peer)
+        batches = self._fleet.leave(worker.peer)
+        spans = [span for batch in batches for span in batch.spans]
         if reason != "goodbye":
             self._metrics.worker_losses.labels(reason).inc()
             logger.warning(
@@ -254,6 +255,9 @@ class Scheduler:
                 reason,
                 sum(span.num_sequences for span in spans),
             )
+            # Only what it was running can have to do with its end.
+            running = batches[0].spans if batches else []
+            spans = [with_loss(span) if any(span is other for other in running) else span for span in spans]
         error = RetriesExhausted(
             f"This input was running on {MAX_LOSSES} workers when each of them died.", retry_after_s=5
         )

@@ -62,14 +62,9 @@ class Fleet:
     def join(self, worker: Worker) -> None:
         self._workers[worker.peer] = worker
 
-    def leave(self, peer: bytes) -> list[Span]:
-        """Forget a worker. What it held, oldest first; sequences of the batch that it was running count a loss."""
-        worker = self._workers.pop(peer)
-        spans: list[Span] = []
-        for position, batch in enumerate(worker.in_flight.values()):
-            was_running = position == 0
-            spans.extend(with_loss(span) if was_running else span for span in batch.spans)
-        return spans
+    def leave(self, peer: bytes) -> list[InFlight]:
+        """Forget a worker. The batches it held: first the one that it was running, then the one that waited."""
+        return list(self._workers.pop(peer).in_flight.values())
 
     def get(self, peer: bytes) -> Worker | None:
         return self._workers.get(peer)

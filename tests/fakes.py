@@ -1,0 +1,109 @@
+"""Peers for tests: real sockets and the real protocol around a model that is a hash.
+
+The oracle's vector depends on every token id of a sequence and on nothing else, so a mixed-up, stale or half answer is
+visible in every bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from common.protocol import PROTOCOL_VERSION, Batch, Beat, Hello, Message, ModelFacts, Ping, Result, cu_seqlens
+from common.transport import Dealer, address
+
+DIMENSIONS = 8
+
+FACTS = ModelFacts(
+    name="oracle",
+    folder="",
+    fingerprint="0123456789abcdef",
+    tokenizer_sha256="",
+    architecture="Oracle",
+    dtype="float32",
+    device="cpu",
+    attention="none",
+    dimensions=DIMENSIONS,
+    max_tokens=512,
+    vocab_size=30_522,
+    max_batch_tokens=64,
+    pooling="mean",
+    normalize=True,
+    lower_case=False,
+    tasks=["embed"],
+    prompts={},
+    default_prompt_name=None,
+)
+
+
+def oracle_vector(
+    token_ids: Sequence[int] | npt.NDArray[np.int32], dimensions: int = DIMENSIONS
+) -> npt.NDArray[np.float32]:
+    """The one right answer for a sequence: float32 [dimensions], from a hash of its ids."""
+    digest = hashlib.shake_256(np.asarray(token_ids, dtype="<i4").tobytes()).digest(2 * DIMENSIONS)
+    return np.frombuffer(digest, dtype="<u2").astype(np.float32)[:dimensions]
+
+
+def oracle_rows(batch: Batch) -> npt.NDArray[np.float32]:
+    """The right answer for each sequence of a batch: float32 [sequences, dimensions]."""
+    offsets = cu_seqlens(batch.lengths)
+    return np.stack([oracle_vector(batch.token_ids[a:b]) for a, b in pairwise(offsets)])
+
+
+class FakeWorker:
+    """A worker on a thread of its own, with the real socket and handshake; `answer` decides what a batch comes to.
+
+    `answer` returns the message to send, or None to say nothing. Stop it with `close`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        name: str = "worker-0",
+        *,
+        pid: int,
+        facts: ModelFacts = FACTS,
+        answer: Callable[[Batch], Message | None] | None = None,
+    ) -> None:
+        self.batches: list[Batch] = []
+        self.refusals: list[Message] = []
+        self._hello = Hello(PROTOCOL_VERSION, name, pid, facts)
+        self._answer = answer or oracle_result
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealer = Dealer(self._context, address(run_dir, "workers"), "w")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._dealer.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        epoch: int | None = None
+        while not self._stop.is_set():
+            self._dealer.send(self._hello if epoch is None else Beat(epoch, 0))
+            if not self._dealer.socket.poll(20):
+                continue
+            while (message := self._dealer.receive()) is not None:
+                if isinstance(message, Ping):
+                    epoch = message.epoch
+                elif isinstance(message, Batch):
+                    self.batches.append(message)
+                    reply = self._answer(message)
+                    if reply is not None:
+                        self._dealer.send(reply)
+                else:
+                    self.refusals.append(message)
+
+
+def oracle_result(batch: Batch) -> Result:
+    return Result(batch.epoch, batch.batch_id, 1000, np.zeros(0, dtype=np.int32), oracle_rows(batch))

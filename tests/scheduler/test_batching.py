@@ -1,0 +1,140 @@
+"""BatchQueue: order, budget, splitting, return of lost work."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.protocol import Request
+from scheduler.batching import BatchQueue, Pending, Span
+
+
+def make_pending(arrival: int, lengths: list[int], *, deadline_ns: int = 10**12) -> Pending:
+    request = Request(
+        request_id=arrival,
+        deadline_ns=deadline_ns,
+        lane="online",
+        opens=True,
+        dimensions=4,
+        normalize=True,
+        token_ids=np.arange(sum(lengths), dtype=np.int32),
+        lengths=np.array(lengths, dtype=np.int32),
+    )
+    return Pending(b"g", request, arrival, arrived_ns=0, unanswered=len(lengths))
+
+
+def whole(pending: Pending, losses: int = 0) -> Span:
+    return Span(pending, 0, len(pending.request.lengths), losses)
+
+
+def shape(batch: list[Span]) -> list[tuple[int, int, int]]:
+    return [(span.pending.arrival, span.start, span.stop) for span in batch]
+
+
+def test_next_batch_takes_requests_in_order_of_arrival() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(2, [5])))
+    queue.push(whole(make_pending(1, [5])))
+    assert shape(queue.next_batch(100)) == [(1, 0, 1), (2, 0, 1)]
+
+
+def test_next_batch_of_an_empty_queue_is_empty() -> None:
+    assert BatchQueue().next_batch(100) == []
+
+
+def test_a_request_longer_than_the_budget_is_split_between_batches() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(1, [4, 4, 4, 4, 4])))
+    assert shape(queue.next_batch(9)) == [(1, 0, 2)]
+    assert shape(queue.next_batch(9)) == [(1, 2, 4)]
+    assert shape(queue.next_batch(9)) == [(1, 4, 5)]
+    assert (queue.num_tokens, queue.num_sequences, len(queue)) == (0, 0, 0)
+
+
+def test_a_sequence_longer_than_the_budget_runs_alone() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(1, [50, 1])))
+    assert shape(queue.next_batch(10)) == [(1, 0, 1)]
+    assert shape(queue.next_batch(10)) == [(1, 1, 2)]
+
+
+def test_nothing_overtakes_a_sequence_that_does_not_fit() -> None:
+    queue = BatchQueue()
+    for arrival, length in ((1, 4), (2, 8), (3, 1)):
+        queue.push(whole(make_pending(arrival, [length])))
+    assert shape(queue.next_batch(10)) == [(1, 0, 1)]
+    assert shape(queue.next_batch(10)) == [(2, 0, 1), (3, 0, 1)]
+
+
+def test_returned_work_takes_its_old_place() -> None:
+    queue = BatchQueue()
+    first = make_pending(1, [3, 3])
+    queue.push(whole(first))
+    taken = queue.next_batch(3)
+    queue.push(whole(make_pending(2, [3])))
+    queue.push(taken[0])
+    assert shape(queue.next_batch(9)) == [(1, 0, 1), (1, 1, 2), (2, 0, 1)]
+
+
+def test_settled_requests_are_not_run_and_not_counted_after_pruning() -> None:
+    queue = BatchQueue()
+    gone, stays = make_pending(1, [3]), make_pending(2, [5])
+    queue.push(whole(gone))
+    queue.push(whole(stays))
+    gone.settled = True
+    queue.prune()
+    assert (queue.num_tokens, queue.num_sequences) == (5, 1)
+    assert shape(queue.next_batch(100)) == [(2, 0, 1)]
+
+
+def test_suspects_of_one_loss_run_eight_at_once_and_among_themselves() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(1, [1] * 10), losses=1))
+    queue.push(whole(make_pending(2, [1])))
+    assert shape(queue.next_batch(100)) == [(1, 0, 8)]
+    assert shape(queue.next_batch(100)) == [(1, 8, 10)]
+    assert shape(queue.next_batch(100)) == [(2, 0, 1)]
+
+
+def test_suspects_of_two_losses_run_alone() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(1, [1, 1]), losses=2))
+    assert shape(queue.next_batch(100)) == [(1, 0, 1)]
+    assert shape(queue.next_batch(100)) == [(1, 1, 2)]
+
+
+def test_expired_names_each_waiting_request_whose_deadline_has_passed() -> None:
+    queue = BatchQueue()
+    late, timely = make_pending(1, [1, 1], deadline_ns=100), make_pending(2, [1], deadline_ns=200)
+    queue.push(whole(late))
+    queue.push(whole(timely))
+    assert queue.expired(99) == []
+    assert queue.expired(100) == [late]
+    late.settled = True
+    assert queue.expired(150) == []
+    assert queue.expired(200) == [timely]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=12),
+    losses=st.lists(st.integers(0, 2), min_size=12, max_size=12),
+    max_tokens=st.integers(1, 60),
+)
+def test_every_sequence_leaves_exactly_once_in_order_and_within_the_budget(
+    requests: list[list[int]], losses: list[int], max_tokens: int
+) -> None:
+    queue = BatchQueue()
+    for arrival, lengths in enumerate(requests):
+        queue.push(whole(make_pending(arrival, lengths), losses[arrival]))
+    left: list[tuple[int, int]] = []
+    while len(queue):
+        batch = queue.next_batch(max_tokens)
+        assert batch, "an eligible worker gets work while something waits"
+        tokens = sum(span.num_tokens for span in batch)
+        assert tokens <= max_tokens or (len(batch) == 1 and batch[0].num_sequences == 1)
+        assert len({span.losses for span in batch}) == 1
+        left += [(span.pending.arrival, index) for span in batch for index in range(span.start, span.stop)]
+    assert left == [(arrival, index) for arrival, lengths in enumerate(requests) for index in range(len(lengths))]
+    assert (queue.num_tokens, queue.num_sequences) == (0, 0)

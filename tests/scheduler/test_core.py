@@ -1,0 +1,445 @@
+"""The scheduler's state machine, driven by hand: messages and times in, actions out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from common.metrics import Metrics
+from common.protocol import (
+    PROTOCOL_VERSION,
+    Batch,
+    BatchFailed,
+    Beat,
+    Cancel,
+    Failure,
+    Goodbye,
+    Hello,
+    Join,
+    Message,
+    ModelFacts,
+    Ping,
+    Refuse,
+    Reply,
+    Request,
+    Result,
+    Welcome,
+)
+from scheduler.core import Action, Kill, Scheduler
+from tests.fakes import FACTS, oracle_rows, oracle_vector
+
+EPOCH = 7
+MS = 1_000_000
+SECOND = 1000 * MS
+
+M = TypeVar("M")
+
+
+class Rig:
+    """A scheduler and a clock. What it asks for is kept until a test takes it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.now_ns = SECOND
+        self.core = Scheduler(epoch=EPOCH, workers_total=2, max_queue_ms=10_000, metrics=metrics, now_ns=self.now_ns)
+        self.killed: list[bytes] = []
+        self._sent: list[tuple[bytes, Message]] = []
+
+    def gateway(self, message: Message, peer: bytes = b"g0") -> None:
+        self._perform(self.core.on_gateway_message(peer, message, self.now_ns))
+
+    def worker(self, message: Message, peer: bytes = b"w0") -> None:
+        self._perform(self.core.on_worker_message(peer, message, self.now_ns))
+
+    def worker_lost(self, peer: bytes = b"w0") -> None:
+        self._perform(self.core.on_worker_lost(peer, "exited", self.now_ns))
+
+    def gateway_lost(self, peer: bytes = b"g0") -> None:
+        self._perform(self.core.on_gateway_lost(peer, "exited", self.now_ns))
+
+    def tick(self, after_ns: int) -> None:
+        """Let time pass, in the steps in which the loop would see it."""
+        end_ns = self.now_ns + after_ns
+        while self.now_ns < end_ns:
+            self.now_ns = min(end_ns, self.now_ns + 250 * MS)
+            self._perform(self.core.on_tick(self.now_ns))
+
+    def live(self, seconds: int) -> None:
+        """Let time pass while the gateway and the worker beat."""
+        for _ in range(4 * seconds):
+            self.tick(250 * MS)
+            self.worker(Beat(EPOCH, 0))
+            self.gateway(Beat(EPOCH, 0))
+
+    def join(self, peer: bytes = b"g0") -> None:
+        self.gateway(Join(PROTOCOL_VERSION, peer.decode(), 1), peer)
+
+    def hello(self, peer: bytes = b"w0", facts: ModelFacts = FACTS) -> None:
+        self.worker(Hello(PROTOCOL_VERSION, peer.decode(), 1, facts), peer)
+
+    def request(self, request_id: int, *sequences: list[int], deadline_s: float = 60, opens: bool = True) -> None:
+        self.gateway(make_request(request_id, *sequences, deadline_ns=int(deadline_s * SECOND), opens=opens))
+
+    def finish(self, batch: Batch, peer: bytes = b"w0", nonfinite: tuple[int, ...] = ()) -> None:
+        rows = oracle_rows(batch)
+        self.worker(Result(EPOCH, batch.batch_id, 5000, np.array(nonfinite, dtype=np.int32), rows), peer)
+
+    def take(self, kind: type[M], peer: bytes | None = None) -> list[M]:
+        """The messages of one kind (to one peer) so far; they are taken off the record."""
+        taken = [pair for pair in self._sent if isinstance(pair[1], kind) and peer in (None, pair[0])]
+        self._sent = [pair for pair in self._sent if not any(pair is other for other in taken)]
+        return [message for _, message in taken]  # type: ignore[misc]
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Kill):
+                self.killed.append(action.peer)
+            else:
+                self._sent.append((action.peer, action.message))
+
+
+def make_request(request_id: int, *sequences: list[int], deadline_ns: int = 10**12, opens: bool = True) -> Request:
+    return Request(
+        request_id=request_id,
+        deadline_ns=deadline_ns,
+        lane="online",
+        opens=opens,
+        dimensions=8,
+        normalize=True,
+        token_ids=np.array([token for sequence in sequences for token in sequence], dtype=np.int32),
+        lengths=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
+    )
+
+
+def ids(batch: Batch) -> list[int]:
+    return batch.token_ids.tolist()
+
+
+@pytest.fixture
+def rig(metrics: Metrics) -> Rig:
+    """One gateway and one worker have joined."""
+    rig = Rig(metrics)
+    rig.join()
+    rig.hello()
+    rig.take(Welcome)
+    rig.take(Ping)
+    return rig
+
+
+# --- joining ---
+
+
+def test_a_gateway_learns_the_model_when_the_first_worker_says_hello(metrics: Metrics) -> None:
+    rig = Rig(metrics)
+    rig.join()
+    assert [welcome.facts for welcome in rig.take(Welcome, b"g0")] == [None]
+    rig.hello()
+    assert [welcome.facts for welcome in rig.take(Welcome, b"g0")] == [FACTS]
+
+
+def test_joining_again_says_that_the_gateways_requests_are_still_held(rig: Rig) -> None:
+    rig.join()
+    assert [welcome.resumed for welcome in rig.take(Welcome)] == [True]
+    rig.join(b"g1")
+    assert [welcome.resumed for welcome in rig.take(Welcome, b"g1")] == [False]
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_another_protocol_version_is_refused_on_both_sides(rig: Rig, version: int) -> None:
+    rig.gateway(Join(version, "g1", 1), b"g1")
+    rig.worker(Hello(version, "w1", 1, FACTS), b"w1")
+    assert [refuse.code for refuse in rig.take(Refuse, b"g1")] == ["version"]
+    assert [refuse.code for refuse in rig.take(Refuse, b"w1")] == ["version"]
+
+
+def test_a_second_worker_of_the_same_name_is_refused_and_the_first_works_on(rig: Rig) -> None:
+    rig.worker(Hello(PROTOCOL_VERSION, "w0", 2, FACTS), b"other")
+    assert [refuse.code for refuse in rig.take(Refuse, b"other")] == ["duplicate_name"]
+    rig.request(1, [1])
+    assert len(rig.take(Batch, b"w0")) == 1
+
+
+def test_a_worker_with_another_model_is_refused_while_the_first_model_is_served(rig: Rig) -> None:
+    rig.hello(b"w1", dataclasses.replace(FACTS, fingerprint="other"))
+    assert [refuse.code for refuse in rig.take(Refuse, b"w1")] == ["model_mismatch"]
+
+
+def test_when_the_model_is_replaced_what_was_tokenized_for_the_old_one_is_failed(rig: Rig) -> None:
+    rig.worker(Goodbye("draining"))
+    rig.request(1, [1])
+    rig.hello(b"w1", dataclasses.replace(FACTS, fingerprint="other"))
+    assert [failure.code for failure in rig.take(Failure)] == ["no_capacity"]
+    assert rig.take(Batch) == []
+
+
+def test_messages_of_peers_that_never_joined_are_dropped(rig: Rig) -> None:
+    rig.gateway(make_request(1, [1]), b"stranger")
+    rig.worker(Beat(EPOCH, 0), b"stranger")
+    assert rig.take(Batch) == []
+
+
+# --- running ---
+
+
+def test_a_request_is_dispatched_at_once_and_its_rows_come_back(rig: Rig) -> None:
+    rig.request(5, [1, 2], [3])
+    (batch,) = rig.take(Batch)
+    assert (ids(batch), batch.lengths.tolist()) == ([1, 2, 3], [2, 1])
+    rig.now_ns += 3 * MS
+    rig.finish(batch)
+    (reply,) = rig.take(Reply)
+    assert (reply.request_id, reply.first_sequence, reply.queue_us, reply.step_us) == (5, 0, 0, 5000)
+    np.testing.assert_array_equal(reply.rows, [oracle_vector([1, 2]), oracle_vector([3])])
+
+
+def test_what_arrives_while_both_slots_are_taken_forms_one_batch(rig: Rig) -> None:
+    for request_id in range(1, 6):
+        rig.request(request_id, [request_id])
+    first, second = rig.take(Batch)
+    assert (ids(first), ids(second)) == ([1], [2])
+    rig.finish(first)
+    (third,) = rig.take(Batch)
+    assert ids(third) == [3, 4, 5]
+
+
+def test_work_goes_to_the_worker_with_the_least_in_its_hands(rig: Rig) -> None:
+    rig.hello(b"w1")
+    rig.request(1, [1] * 9)
+    rig.request(2, [2])
+    assert [ids(batch) for batch in rig.take(Batch, b"w1")] == [[2]]
+    rig.request(3, [3])
+    assert [ids(batch) for batch in rig.take(Batch, b"w1")] == [[3]]
+
+
+def test_a_long_request_is_answered_in_parts_whose_places_are_told(rig: Rig) -> None:
+    rig.request(1, *[[token] * 40 for token in (1, 2, 3)])  # the budget is 64 tokens
+    first, second = rig.take(Batch)
+    rig.finish(first)
+    (third,) = rig.take(Batch)
+    rig.finish(second)
+    rig.finish(third)
+    assert [reply.first_sequence for reply in rig.take(Reply)] == [0, 1, 2]
+
+
+def test_options_travel_with_each_sequence(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [1])
+    plain = make_request(3, [3], [4])
+    rig.gateway(dataclasses.replace(plain, dimensions=2, normalize=False))
+    rig.request(4, [5])
+    first, _ = rig.take(Batch)
+    rig.finish(first)
+    (batch,) = rig.take(Batch)
+    assert (batch.dimensions.tolist(), batch.normalize.tolist()) == ([2, 2, 8], [0, 0, 1])
+
+
+def test_a_nonfinite_row_fails_its_own_request_and_no_other(rig: Rig) -> None:
+    rig.request(1, [9])
+    rig.request(2, [9])
+    rig.take(Batch)
+    rig.request(3, [1], [2], [3])
+    rig.request(4, [4])
+    rig.worker(Result(EPOCH, 1, 1, np.zeros(0, dtype=np.int32), np.stack([oracle_vector([9])])))
+    (batch,) = rig.take(Batch)
+    rig.take(Reply)
+    rig.finish(batch, nonfinite=(1,))
+    (failure,) = rig.take(Failure)
+    assert (failure.request_id, failure.code, failure.sequence) == (3, "nonfinite_output", 1)
+    assert [reply.request_id for reply in rig.take(Reply)] == [4]
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (1, 7)])
+def test_a_result_of_the_wrong_shape_ends_the_worker_and_the_batch_runs_elsewhere(
+    rig: Rig, shape: tuple[int, int]
+) -> None:
+    rig.request(1, [1])
+    (batch,) = rig.take(Batch)
+    rig.hello(b"w1")
+    rows = np.zeros(shape, dtype=np.float32)
+    rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
+    assert rig.killed == [b"w0"]
+    assert rig.take(Reply) == []
+    assert [ids(again) for again in rig.take(Batch, b"w1")] == [[1]]
+
+
+def test_results_of_another_epoch_or_an_unknown_batch_change_nothing(rig: Rig) -> None:
+    rig.request(1, [1])
+    (batch,) = rig.take(Batch)
+    rows = oracle_rows(batch)
+    rig.worker(Result(EPOCH + 1, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
+    rig.worker(Result(EPOCH, batch.batch_id + 1, 1, np.zeros(0, dtype=np.int32), rows))
+    assert rig.take(Reply) == []
+    rig.finish(batch)
+    rig.finish(batch)
+    assert len(rig.take(Reply)) == 1
+
+
+# --- losing a worker ---
+
+
+def test_a_lost_workers_sequences_run_again_before_what_came_later(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [2])
+    rig.request(3, [3])
+    rig.take(Batch)
+    rig.worker_lost()
+    assert rig.take(Failure) == []
+    rig.hello(b"w1")
+    assert [ids(batch) for batch in rig.take(Batch, b"w1")] == [[1], [2, 3]]
+
+
+def test_an_input_that_kills_three_workers_is_given_up_and_its_neighbours_are_served(rig: Rig) -> None:
+    poison, innocents = [666], [[token] for token in range(1, 12)]
+    rig.request(100, [50])
+    rig.request(101, [50])
+    rig.take(Batch)
+    rig.request(1, *innocents[:5], poison, *innocents[5:])
+    rig.worker(Result(EPOCH, 1, 1, np.zeros(0, dtype=np.int32), np.stack([oracle_vector([50])])))
+    rig.worker(Result(EPOCH, 2, 1, np.zeros(0, dtype=np.int32), np.stack([oracle_vector([50])])))
+    rig.take(Reply)
+    deaths = 0
+    for incarnation in range(40):
+        peer = b"w%d" % incarnation
+        held = rig.take(Batch, peer)
+        while held:
+            if 666 in ids(held[0]):
+                rig.worker_lost(peer)
+                deaths += 1
+                rig.hello(b"w%d" % (incarnation + 1))
+                break
+            rig.finish(held.pop(0), peer)
+            held += rig.take(Batch, peer)
+    assert deaths == 3
+    (failure,) = rig.take(Failure)
+    assert (failure.code, failure.sequence) == ("retries_exhausted", 5)
+
+
+def test_a_batch_that_fails_three_times_fails_its_request_and_the_worker_stays(rig: Rig) -> None:
+    rig.request(1, [1])
+    for _ in range(3):
+        (batch,) = rig.take(Batch)
+        rig.worker(BatchFailed(EPOCH, batch.batch_id, "raised"))
+    assert [failure.code for failure in rig.take(Failure)] == ["internal_error"]
+    rig.request(2, [2])
+    assert len(rig.take(Batch, b"w0")) == 1
+
+
+def test_a_worker_that_says_goodbye_hands_its_work_back_without_blame(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.take(Batch)
+    for incarnation in range(1, 6):
+        rig.worker(Goodbye("draining"), b"w%d" % (incarnation - 1))
+        rig.hello(b"w%d" % incarnation)
+    assert rig.take(Failure) == []
+
+
+def test_a_silent_worker_gets_no_new_work_and_is_killed_after_two_seconds(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.take(Batch)
+    rig.tick(1500 * MS)
+    rig.request(2, [2])
+    assert (rig.take(Batch), rig.killed) == ([], [])
+    rig.tick(500 * MS)
+    assert rig.killed == [b"w0"]
+    rig.hello(b"w1")
+    assert [ids(batch) for batch in rig.take(Batch, b"w1")] == [[1], [2]]
+
+
+def test_a_worker_that_beats_but_never_finishes_is_killed(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.live(29)
+    assert rig.killed == []
+    rig.live(1)
+    assert rig.killed == [b"w0"]
+
+
+def test_when_the_scheduler_itself_stood_still_nobody_is_blamed(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.now_ns += 20 * SECOND
+    rig.core.on_tick(rig.now_ns)
+    rig.tick(250 * MS)
+    assert rig.killed == []
+
+
+# --- refusing, cancelling, expiring ---
+
+
+def test_a_request_whose_deadline_passes_in_the_queue_is_504_and_never_runs(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [2])
+    first, _ = rig.take(Batch)
+    rig.request(3, [3], deadline_s=2)
+    rig.now_ns = 2 * SECOND
+    rig.finish(first)
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(3, "deadline_exceeded")]
+    assert rig.take(Batch) == []
+
+
+def test_a_cancelled_request_frees_its_place_before_it_reaches_a_worker(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [2])
+    first, _ = rig.take(Batch)
+    rig.request(3, [3])
+    rig.request(4, [4])
+    rig.gateway(Cancel(3))
+    rig.finish(first)
+    assert [ids(batch) for batch in rig.take(Batch)] == [[4]]
+
+
+def test_a_lost_gateways_requests_are_dropped(rig: Rig) -> None:
+    rig.join(b"g1")
+    rig.request(1, [1])
+    rig.request(2, [2])
+    first, second = rig.take(Batch)
+    rig.request(3, [3])
+    rig.gateway_lost()
+    rig.finish(first)
+    rig.finish(second)
+    assert (rig.take(Batch), rig.take(Reply)) == ([], [])
+
+
+def test_a_silent_gateway_is_forgotten_and_told_to_send_again_when_it_joins(rig: Rig) -> None:
+    for _ in range(5):
+        rig.tick(SECOND)
+        rig.worker(Beat(EPOCH, 0))
+    rig.join()
+    assert [welcome.resumed for welcome in rig.take(Welcome)] == [False]
+
+
+def test_a_full_queue_refuses_what_opens_and_takes_what_belongs_to_an_accepted_request(rig: Rig) -> None:
+    rig.request(1, [1])
+    (batch,) = rig.take(Batch)
+    rig.now_ns += SECOND
+    rows = oracle_rows(batch)
+    rig.worker(Result(EPOCH, batch.batch_id, 1_000_000, np.zeros(0, dtype=np.int32), rows))  # 1 s a token
+    for request_id in range(2, 5):
+        rig.request(request_id, [request_id] * 11)
+    (failure,) = [failure for failure in rig.take(Failure) if failure.request_id == 4] or [None]
+    assert failure is None
+    rig.request(5, [5])
+    (failure,) = rig.take(Failure)
+    assert (failure.request_id, failure.code, failure.retry_after_ms) == (5, "overloaded", 11_000)
+    rig.request(6, [6], opens=False)
+    assert rig.take(Failure) == []
+
+
+def test_without_a_worker_requests_are_held_then_failed_when_none_comes_back(rig: Rig) -> None:
+    rig.worker_lost()
+    rig.request(1, [1])
+    rig.live(14)
+    assert rig.take(Failure) == []
+    rig.live(1)
+    assert [failure.code for failure in rig.take(Failure)] == ["no_capacity"]
+    rig.request(2, [2])
+    assert [failure.code for failure in rig.take(Failure)] == ["no_capacity"]
+
+
+def test_the_status_tells_how_many_workers_are_ready_and_whether_work_moves(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.live(9)
+    status = rig.take(Ping, b"g0")[-1]
+    assert (status.workers_ready, status.workers_total, status.progressing) == (1, 2, True)
+    rig.live(1)
+    assert not rig.take(Ping, b"g0")[-1].progressing
