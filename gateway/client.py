@@ -46,7 +46,10 @@ from common.transport import Dealer, address, now_ns
 
 logger = logging.getLogger(__name__)
 
-TICK_NS = 250_000_000
+_TICK_S = 0.25
+
+# While the scheduler is away: as often as its socket may come back.
+_JOIN_TICK_S = 0.05
 
 # Three pulses missed: ask again to join. A restarted scheduler does not know us and stays mute until then.
 _REJOIN_NS = 700_000_000
@@ -171,11 +174,13 @@ class Ledger:
         else:
             logger.warning("the scheduler sent a %s; ignored", type(message).__name__)
 
-    def on_tick(self, now_ns: int) -> None:
+    def on_tick(self, now_ns: int) -> float:
+        """Say that we are here, or ask to be let in; the seconds until the next tick."""
         if self._welcome is None or now_ns - self._last_heard_ns >= _REJOIN_NS:
             self._send(Join(PROTOCOL_VERSION, self._name, os.getpid()))
-        else:
-            self._send(Beat(self._welcome.epoch, len(self._pieces)))
+            return _JOIN_TICK_S
+        self._send(Beat(self._welcome.epoch, len(self._pieces)))
+        return _TICK_S
 
     @property
     def num_pieces(self) -> int:
@@ -373,6 +378,6 @@ class SchedulerClient:
 
     def _tick(self) -> None:
         assert self._loop is not None
-        self._ledger.on_tick(now_ns())
+        delay_s = self._ledger.on_tick(now_ns())
         self._receive()
-        self._tick_handle = self._loop.call_later(TICK_NS / 1e9, self._tick)
+        self._tick_handle = self._loop.call_later(delay_s, self._tick)

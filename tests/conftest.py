@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from common.metrics import Metrics, open_metrics
+from common.metrics import Metrics
 
 
 @pytest.fixture(scope="session")
-def metrics(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
-    """One set of counters for the whole run; tests compare before and after."""
-    return open_metrics(str(tmp_path_factory.mktemp("metrics")))
+def metrics() -> Metrics:
+    """One set of counters for the whole run, in memory; tests compare before and after."""
+    return Metrics()
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ visible in every bit.
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -15,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from common.config import SchedulerConfig
+from common.metrics import Metrics
 from common.protocol import PROTOCOL_VERSION, Batch, Beat, Hello, Message, ModelFacts, Ping, Result, cu_seqlens
-from common.transport import Dealer, address
+from common.transport import Dealer, address, prepare_run_dir
+from scheduler.server import Server
 
 DIMENSIONS = 8
 
@@ -59,7 +64,8 @@ def oracle_rows(batch: Batch) -> npt.NDArray[np.float32]:
 class FakeWorker:
     """A worker on a thread of its own, with the real socket and handshake; `answer` decides what a batch comes to.
 
-    `answer` returns the message to send, or None to say nothing. Stop it with `close`.
+    `answer` returns the message to send, or None to say nothing. Its process, which a scheduler may kill, is a child
+    that does nothing. Stop it with `close`.
     """
 
     def __init__(
@@ -67,13 +73,13 @@ class FakeWorker:
         run_dir: str,
         name: str = "worker-0",
         *,
-        pid: int,
         facts: ModelFacts = FACTS,
         answer: Callable[[Batch], Message | None] | None = None,
     ) -> None:
         self.batches: list[Batch] = []
         self.refusals: list[Message] = []
-        self._hello = Hello(PROTOCOL_VERSION, name, pid, facts)
+        self.process = subprocess.Popen(["sleep", "600"])
+        self._hello = Hello(PROTOCOL_VERSION, name, self.process.pid, facts)
         self._answer = answer or oracle_result
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = Dealer(self._context, address(run_dir, "workers"), "w")
@@ -84,6 +90,8 @@ class FakeWorker:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        self.process.kill()
+        self.process.wait()
         self._dealer.close()
         self._context.term()
 
@@ -107,3 +115,20 @@ class FakeWorker:
 
 def oracle_result(batch: Batch) -> Result:
     return Result(batch.epoch, batch.batch_id, 1000, np.zeros(0, dtype=np.int32), oracle_rows(batch))
+
+
+class RunningScheduler:
+    """The real scheduler's loop on a thread, for tests that need its sockets but not its process."""
+
+    def __init__(self, run_dir: str, metrics: Metrics) -> None:
+        prepare_run_dir(run_dir)
+        self._stop_fd = os.eventfd(0)
+        self._server = Server(SchedulerConfig(run_dir=run_dir), metrics)
+        self._thread = threading.Thread(target=self._server.run, args=(self._stop_fd,), name="scheduler")
+        self._thread.start()
+
+    def close(self) -> None:
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join()
+        self._server.close()
+        os.close(self._stop_fd)

@@ -1,0 +1,25 @@
+"""The error tree: what travels comes back as what it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from common import errors
+
+
+@pytest.mark.parametrize("code", sorted(errors._WIRE_CLASSES))
+def test_an_error_survives_the_wire(code: str) -> None:
+    error = errors.from_wire(code, "text", param="input[1]", retry_after_s=2)
+    assert (error.code, error.message, error.param, error.retry_after_s) == (code, "text", "input[1]", 2)
+    assert type(error) is errors._WIRE_CLASSES[code]
+
+
+def test_an_unknown_code_is_our_own_bug() -> None:
+    assert errors.from_wire("nonsense", "text").status == 500
+
+
+def test_every_class_has_its_own_status_and_type() -> None:
+    assert errors.Overloaded("x").status == 429
+    assert errors.Unavailable("x").status == 503
+    assert errors.DeadlineExceeded("x").type == "timeout_error"
+    assert errors.InvalidRequest("x", code="empty_input").code == "empty_input"

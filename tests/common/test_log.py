@@ -1,0 +1,69 @@
+"""Logging: one line an event, and a stuck reader stops nobody."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common import log
+
+
+@pytest.fixture(autouse=True)
+def restore_root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers:
+        handler.close()
+    root.handlers[:], root.level = handlers, level
+
+
+def read(folder: Path) -> list[str]:
+    return (folder / "worker-0.log").read_text().splitlines()
+
+
+def test_a_line_break_in_a_value_cannot_forge_a_line(tmp_path: Path) -> None:
+    listener = log.set_up("worker-0", "info", str(tmp_path))
+    logging.getLogger("x").warning("name %s", "a\nb\x1b[31m\u2028c")
+    listener.stop()
+    (line,) = read(tmp_path)
+    assert line.endswith(r"WARNING worker-0 x: name a\nb\x1b[31m\u2028c")
+    for handler in listener.handlers:
+        handler.close()
+
+
+def test_a_traceback_is_kept_and_indented(tmp_path: Path) -> None:
+    listener = log.set_up("worker-0", "info", str(tmp_path))
+    try:
+        int("wrong\nvalue")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    listener.stop()
+    lines = read(tmp_path)
+    assert lines[0].endswith("failed")
+    assert all(line.startswith("    ") for line in lines[1:])
+    assert any("ValueError: invalid literal" in line for line in lines)
+    for handler in listener.handlers:
+        handler.close()
+
+
+def test_when_nobody_reads_records_are_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_QUEUED_RECORDS", 3)
+    listener = log.set_up("worker-0", "info", str(tmp_path))
+    listener.stop()  # as stuck as a reader can be
+    logger = logging.getLogger("x")
+    for index in range(10):
+        logger.info("record %d", index)
+    listener.queue.get_nowait()
+    listener.queue.get_nowait()
+    logger.info("after")
+    listener.start()
+    listener.stop()
+    lines = read(tmp_path)
+    assert [line.rpartition(": ")[2] for line in lines if " x: " in line][-1] == "after"
+    assert any("7 log records were dropped" in line for line in lines)
+    for handler in listener.handlers:
+        handler.close()

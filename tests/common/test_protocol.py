@@ -1,0 +1,169 @@
+"""Every message survives its bytes; nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import protocol
+from common.errors import ProtocolError
+from common.protocol import (
+    Batch,
+    BatchFailed,
+    Beat,
+    Cancel,
+    Failure,
+    Goodbye,
+    Hello,
+    Join,
+    Message,
+    Ping,
+    Refuse,
+    Reply,
+    Request,
+    Result,
+    Welcome,
+    decode,
+    encode,
+)
+from tests.fakes import FACTS
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+MESSAGES: list[Message] = [
+    Join(1, "gateway-0", 12),
+    Request(1, 2**62, "online", True, 384, False, int32(5, 6, 7), int32(1, 2)),
+    Cancel(3),
+    Hello(1, "worker-0", 12, FACTS),
+    Hello(1, "worker-0", 12, dataclasses.replace(FACTS, prompts={"query": "frage: "}, default_prompt_name="query")),
+    Result(9, 4, 1234, int32(1), np.arange(6, dtype=np.float32).reshape(2, 3)),
+    Result(9, 4, 1234, int32(), np.zeros((0, 384), dtype=np.float32)),
+    BatchFailed(9, 4, "raised"),
+    Goodbye("draining"),
+    Beat(9, 2),
+    Welcome(1, 9, True, None, 1024, 4096),
+    Welcome(1, 9, False, FACTS, 1024, 4096),
+    Ping(9, 1, 2, True),
+    Batch(9, 4, int32(5, 6, 7), int32(1, 2), int32(384, 64), np.array([1, 0], dtype=np.uint8)),
+    Reply(1, 0, 10, 20, np.ones((1, 3), dtype=np.float32)),
+    Failure(1, "overloaded", "full", None, 2500),
+    Failure(1, "nonfinite_output", "NaN", 3, None),
+    Refuse("version", "install one version"),
+]
+
+
+def assert_equal(left: Message, right: Message) -> None:
+    assert type(left) is type(right)
+    for field in dataclasses.fields(left):
+        ours, theirs = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(ours, np.ndarray):
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_array_equal(ours, theirs)
+        else:
+            assert ours == theirs
+            assert type(ours) is type(theirs)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_its_bytes(message: Message) -> None:
+    assert_equal(decode([bytes(frame) for frame in encode(message)]), message)
+
+
+def test_every_message_class_is_tried_here() -> None:
+    assert {type(message) for message in MESSAGES} == set(protocol._LAYOUTS_BY_CLASS)
+
+
+def test_arrays_travel_little_endian_whatever_they_were() -> None:
+    message = Batch(1, 1, int32(258), int32(1), int32(8), np.array([1], dtype=np.uint8))
+    assert bytes(encode(message)[1]) == b"\x02\x01\x00\x00"
+
+
+def test_a_view_that_is_not_contiguous_is_sent_as_its_values() -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)[::2]
+    reply = decode([bytes(frame) for frame in encode(Reply(1, 0, 0, 0, rows))])
+    assert isinstance(reply, Reply)
+    np.testing.assert_array_equal(reply.rows, rows)
+
+
+def request_frames(**changes: object) -> list[bytes]:
+    """A Request's frames with some header fields replaced."""
+    names = ["kind", "request_id", "deadline_ns", "lane", "opens", "dimensions", "normalize", "shapes"]
+    frames = [bytes(frame) for frame in encode(MESSAGES[1])]
+    header = msgpack.unpackb(frames[0])
+    for name, value in changes.items():
+        header[names.index(name)] = value
+    return [msgpack.packb(header), *frames[1:]]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\xc1"],
+        [msgpack.packb({})],
+        [msgpack.packb([])],
+        [msgpack.packb([99, []])],
+        [msgpack.packb([True, []])],
+        [msgpack.packb([3, 1])],
+        [msgpack.packb([3, 1, [], 0])],
+        [b"\x91" * 5000],
+        [b"\xdd\xff\xff\xff\xff"],
+        [b"\x00" * (protocol.MAX_HEADER_BYTES + 1)],
+        [msgpack.packb([3, 1, []])] * 9,
+        request_frames(request_id=-1),
+        request_frames(request_id=True),
+        request_frames(request_id=1.0),
+        request_frames(request_id=2**63),
+        request_frames(opens=1),
+        request_frames(lane=b"online"),
+        request_frames(lane="x" * 20_000),
+        request_frames(shapes=[[3]]),
+        request_frames(shapes=[[3], [2], [1]]),
+        request_frames(shapes=[[2], [2]]),
+        request_frames(shapes=[[3, 1], [2]]),
+        request_frames(shapes=[[-3], [2]]),
+        request_frames(shapes=[[2**62], [2]]),
+        request_frames()[:2],
+        [*request_frames(), b""],
+        [request_frames()[0], int32(5, 6, -7).tobytes(), int32(1, 2).tobytes()],
+        [request_frames()[0], int32(5, 6, 7).tobytes(), int32(1, 1).tobytes()],
+        [request_frames()[0], int32(5, 6, 7).tobytes(), int32(3, 0).tobytes()],
+        [request_frames()[0], int32(5, 6, 7).tobytes(), int32(-1, 4).tobytes()],
+    ],
+)
+def test_what_is_no_message_is_a_protocol_error(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frames)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(seed=st.integers(0, 2**32), source=st.integers(0, len(MESSAGES) - 1))
+def test_mutated_messages_decode_or_are_protocol_errors(seed: int, source: int) -> None:
+    rng = random.Random(seed)
+    frames = [bytearray(frame) for frame in encode(MESSAGES[source])]
+    for _ in range(rng.randint(1, 4)):
+        frame = rng.choice(frames)
+        action = rng.randrange(4)
+        if action == 0 and frame:
+            frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+        elif action == 1:
+            del frame[rng.randint(0, len(frame)) :]
+        elif action == 2:
+            frame.extend(rng.randbytes(rng.randint(1, 9)))
+        else:
+            frames.append(bytearray(rng.choice(frames)))
+    try:
+        message = decode([bytes(frame) for frame in frames])
+    except ProtocolError:
+        return
+    assert_equal(decode([bytes(frame) for frame in encode(message)]), message)

@@ -1,0 +1,136 @@
+"""The sockets: what is sent arrives, what cannot be sent says so, and nobody takes a place that is taken."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from common.errors import ProtocolError
+from common.protocol import Beat, Cancel
+from common.transport import AddressInUse, Dealer, Lock, PeerGone, Router, address, prepare_run_dir
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def router(run_dir: str, context: Context) -> Iterator[Router]:
+    prepare_run_dir(run_dir)
+    router = Router(context, address(run_dir, "workers"))
+    yield router
+    router.close()
+
+
+@pytest.fixture
+def dealer(context: Context, run_dir: str) -> Iterator[Dealer]:
+    dealer = Dealer(context, address(run_dir, "workers"), "w")
+    yield dealer
+    dealer.close()
+
+
+def wait_until_connected(dealer: Dealer) -> None:
+    assert dealer.socket.poll(5000, zmq.POLLOUT)
+
+
+def keep_sending(router: Router, peer: bytes) -> None:
+    for _ in range(500):
+        router.send(peer, Cancel(1))
+        time.sleep(0.01)  # the end of a connection reaches libzmq's own thread a moment later
+
+
+def test_messages_go_both_ways(router: Router, dealer: Dealer) -> None:
+    wait_until_connected(dealer)
+    assert dealer.send(Beat(1, 2))
+    assert router.socket.poll(5000)
+    received = router.receive()
+    assert received is not None
+    peer, message = received
+    assert message == Beat(1, 2)
+    router.send(peer, Cancel(3))
+    assert dealer.socket.poll(5000)
+    assert dealer.receive() == Cancel(3)
+    assert (dealer.receive(), router.receive()) == (None, None)
+
+
+def test_a_send_to_a_peer_that_left_says_so(router: Router, dealer: Dealer) -> None:
+    wait_until_connected(dealer)
+    dealer.send(Beat(1, 2))
+    assert router.socket.poll(5000)
+    peer, _ = router.receive() or (b"", None)
+    dealer.close()
+    with pytest.raises(PeerGone):
+        keep_sending(router, peer)
+
+
+def test_a_send_without_a_scheduler_is_false_and_hoards_nothing(run_dir: str, context: Context, dealer: Dealer) -> None:
+    prepare_run_dir(run_dir)
+    assert not dealer.send(Beat(1, 1))
+    router = Router(context, address(run_dir, "workers"))
+    wait_until_connected(dealer)
+    assert not router.socket.poll(50)
+    router.close()
+
+
+def test_bytes_that_are_no_message_are_a_protocol_error_and_the_next_message_arrives(
+    router: Router, dealer: Dealer
+) -> None:
+    wait_until_connected(dealer)
+    dealer.socket.send_multipart([b"garbage", b"more"])
+    dealer.send(Beat(1, 2))
+    assert router.socket.poll(5000)
+    with pytest.raises(ProtocolError):
+        router.receive()
+    assert router.socket.poll(5000)
+    received = router.receive()
+    assert received is not None
+    assert received[1] == Beat(1, 2)
+
+
+def test_a_deleted_socket_file_is_noticed_and_new_peers_can_connect(
+    run_dir: str, context: Context, router: Router
+) -> None:
+    assert not router.ensure_bound()
+    (Path(run_dir) / "workers.sock").unlink()
+    assert router.ensure_bound()
+    newcomer = Dealer(context, address(run_dir, "workers"), "w")
+    wait_until_connected(newcomer)
+    newcomer.close()
+
+
+def test_a_second_process_of_one_place_is_refused_until_the_first_lets_go(run_dir: str) -> None:
+    prepare_run_dir(run_dir)
+    lock = Lock(run_dir, "scheduler")
+    with pytest.raises(AddressInUse, match="scheduler"):
+        Lock(run_dir, "scheduler")
+    lock.close()
+    Lock(run_dir, "scheduler").close()
+
+
+def test_the_run_folder_is_for_its_user_alone(run_dir: str) -> None:
+    os.makedirs(run_dir, mode=0o755)
+    prepare_run_dir(run_dir)
+    assert Path(run_dir).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_run_folder_of_another_user_is_refused(run_dir: str) -> None:
+    os.makedirs(run_dir)
+    os.chown(run_dir, 65534, 65534)
+    with pytest.raises(PermissionError, match="another user"):
+        prepare_run_dir(run_dir)
+
+
+def test_a_run_folder_whose_sockets_would_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="too long"):
+        address("/tmp/" + "x" * 120, "workers")

@@ -1,0 +1,332 @@
+"""SchedulerClient against the real scheduler and an oracle worker, on real sockets; the ledger also by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import numpy as np
+import pytest
+
+from common.errors import DeadlineExceeded, InternalError, NonfiniteOutput, Unavailable
+from common.metrics import Metrics
+from common.protocol import Batch, BatchFailed, Cancel, Failure, Message, Ping, Reply, Request, Result, Welcome
+from common.transport import now_ns
+from gateway.client import Entry, Ledger, SchedulerClient
+from tests.fakes import DIMENSIONS, FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_vector
+
+SECOND = 1_000_000_000
+Sequences = list[np.ndarray]
+
+
+def sequences(*lengths: int) -> Sequences:
+    rng = np.random.default_rng(sum(lengths))
+    return [rng.integers(0, 30_000, length, dtype=np.int32) for length in lengths]
+
+
+async def submit(client: SchedulerClient, rows: Sequences, *, timeout_s: float = 30, dimensions: int = DIMENSIONS):  # noqa: ANN201
+    return await client.submit(
+        rows, dimensions=dimensions, normalize=True, lane="online", deadline_ns=now_ns() + int(timeout_s * SECOND)
+    )
+
+
+@pytest.fixture
+def scheduler(run_dir: str, metrics: Metrics) -> Iterator[RunningScheduler]:
+    scheduler = RunningScheduler(run_dir, metrics)
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture
+async def client(run_dir: str, scheduler: RunningScheduler, metrics: Metrics) -> AsyncIterator[SchedulerClient]:
+    client = SchedulerClient(run_dir, "gateway-0", metrics)
+    client.start()
+    yield client
+    await client.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_rows_come_back_in_the_order_of_the_sequences(run_dir: str, client: SchedulerClient) -> None:
+    worker = FakeWorker(run_dir)
+    await until(lambda: client.readiness().status == "ready")
+    texts = sequences(*range(1, 60))
+    embedded = await submit(client, texts)
+    np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids) for ids in texts])
+    assert embedded.step_us >= 1000
+    worker.close()
+
+
+async def test_many_requests_at_once_each_get_their_own_rows(run_dir: str, client: SchedulerClient) -> None:
+    workers = [FakeWorker(run_dir, "worker-0"), FakeWorker(run_dir, "worker-1")]
+    await until(lambda: client.readiness().workers_ready == 2)
+    requests = [sequences(*(1 + (i * j) % 60 for j in range(1, 1 + i % 7))) for i in range(1, 64) if i % 7]
+    answers = await asyncio.gather(*(submit(client, request) for request in requests))
+    for request, answer in zip(requests, answers, strict=True):
+        np.testing.assert_array_equal(answer.rows, [oracle_vector(ids) for ids in request])
+    assert all(worker.batches for worker in workers)
+    for worker in workers:
+        worker.close()
+
+
+async def test_only_the_asked_dimensions_come_back(run_dir: str, client: SchedulerClient) -> None:
+    worker = FakeWorker(run_dir)
+    await until(lambda: client.facts is not None)
+    (ids,) = sequences(5)
+    embedded = await submit(client, [ids], dimensions=3)
+    np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids, 3)])
+    worker.close()
+
+
+async def test_facts_are_announced_when_the_first_worker_is_ready(run_dir: str, client: SchedulerClient) -> None:
+    heard = []
+    client.on_facts = heard.append
+    assert client.readiness().status == "starting"
+    worker = FakeWorker(run_dir)
+    await until(lambda: bool(heard))
+    assert heard == [FACTS]
+    worker.close()
+
+
+async def test_without_any_worker_ever_a_request_is_503(client: SchedulerClient) -> None:
+    with pytest.raises(Unavailable) as raised:
+        await submit(client, sequences(3))
+    assert raised.value.retry_after_s == 1
+
+
+async def test_a_deadline_is_kept_while_the_worker_says_nothing(run_dir: str, client: SchedulerClient) -> None:
+    worker = FakeWorker(run_dir, answer=lambda _: None)
+    await until(lambda: client.facts is not None)
+    with pytest.raises(DeadlineExceeded):
+        await submit(client, sequences(3), timeout_s=0.1)
+    worker.close()
+
+
+async def test_a_cancelled_caller_cancels_what_is_queued(run_dir: str, client: SchedulerClient) -> None:
+    worker = FakeWorker(run_dir, answer=lambda _: None)
+    await until(lambda: client.facts is not None)
+    running = [asyncio.ensure_future(submit(client, sequences(3))) for _ in range(2)]
+    await until(lambda: len(worker.batches) == 2)
+    waiting = asyncio.ensure_future(submit(client, sequences(7)))
+    await asyncio.sleep(0.05)
+    for task in (*running, waiting):
+        task.cancel()
+    await asyncio.gather(*running, waiting, return_exceptions=True)
+    second = FakeWorker(run_dir, "worker-1")
+    await until(lambda: client.readiness().workers_ready == 2)
+    await submit(client, sequences(9))
+    assert [batch.lengths.tolist() for batch in second.batches] == [[9]]
+    worker.close()
+    second.close()
+
+
+async def test_a_nonfinite_row_names_its_sequence(run_dir: str, client: SchedulerClient) -> None:
+    def answer(batch: Batch) -> Result:
+        bad = [index for index, length in enumerate(batch.lengths) if length == 5]
+        return dataclasses.replace(oracle_result(batch), nonfinite=np.array(bad, dtype=np.int32))
+
+    worker = FakeWorker(run_dir, answer=answer)
+    await until(lambda: client.facts is not None)
+    with pytest.raises(NonfiniteOutput) as raised:
+        await submit(client, sequences(*[40] * 6, 5, 40))
+    assert raised.value.param == "input[6]"
+    await submit(client, sequences(3))
+    worker.close()
+
+
+async def test_a_step_that_always_raises_is_500_and_the_next_request_is_served(
+    run_dir: str, client: SchedulerClient
+) -> None:
+    def answer(batch: Batch) -> Message:
+        if 5 in batch.lengths:
+            return BatchFailed(batch.epoch, batch.batch_id, "raised")
+        return oracle_result(batch)
+
+    worker = FakeWorker(run_dir, answer=answer)
+    await until(lambda: client.facts is not None)
+    with pytest.raises(InternalError):
+        await submit(client, sequences(5))
+    await submit(client, sequences(3))
+    worker.close()
+
+
+async def test_when_a_workers_process_dies_its_batch_runs_on_another(run_dir: str, client: SchedulerClient) -> None:
+    mute = FakeWorker(run_dir, "worker-0", answer=lambda _: None)
+    await until(lambda: client.facts is not None)
+    (ids,) = sequences(5)
+    task = asyncio.ensure_future(submit(client, [ids]))
+    await until(lambda: bool(mute.batches))
+    other = FakeWorker(run_dir, "worker-1")
+    mute.process.kill()
+    embedded = await task
+    np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids)])
+    mute.close()
+    other.close()
+
+
+async def test_what_a_dead_scheduler_held_is_answered_through_the_next(run_dir: str, metrics: Metrics) -> None:
+    first = RunningScheduler(run_dir, metrics)
+    client = SchedulerClient(run_dir, "gateway-0", metrics)
+    client.start()
+    mute = FakeWorker(run_dir, answer=lambda _: None)
+    await until(lambda: client.facts is not None)
+    texts = sequences(*[30] * 20)
+    task = asyncio.ensure_future(submit(client, texts))
+    await until(lambda: bool(mute.batches))
+    mute.close()
+    first.close()
+    second = RunningScheduler(run_dir, metrics)
+    worker = FakeWorker(run_dir)
+    embedded = await task
+    np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids) for ids in texts])
+    worker.close()
+    await client.close()
+    second.close()
+
+
+# --- the ledger by hand ---
+
+
+class Wire:
+    """What a ledger sent; it can be cut."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.cut = False
+
+    def send(self, message: Message) -> bool:
+        if not self.cut:
+            self.sent.append(message)
+        return not self.cut
+
+    def requests(self) -> list[Request]:
+        taken = [message for message in self.sent if isinstance(message, Request)]
+        self.sent = [message for message in self.sent if not isinstance(message, Request)]
+        return taken
+
+
+def make_entry(*lengths: int) -> Entry:
+    array = np.array(lengths, dtype=np.int32)
+    return Entry(
+        future=asyncio.get_running_loop().create_future(),
+        token_ids=np.arange(array.sum(), dtype=np.int32),
+        lengths=array,
+        offsets=np.concatenate([[0], np.cumsum(array)]).astype(np.int32),
+        dimensions=2,
+        normalize=True,
+        lane="online",
+        deadline_ns=10**15,
+        rows=np.zeros((len(lengths), 2), dtype=np.float32),
+        unanswered=len(lengths),
+    )
+
+
+def reply(request: Request) -> Reply:
+    rows = np.full((len(request.lengths), DIMENSIONS), request.request_id, dtype=np.float32)
+    return Reply(request.request_id, 0, 10, 20, rows)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def ledger(wire: Wire, metrics: Metrics) -> Ledger:
+    """Joined: pieces of at most 10 tokens, at most 20 of a request at the scheduler."""
+    ledger = Ledger("gateway-0", wire.send, metrics, now_ns=0)
+    ledger.on_message(Welcome(1, 7, False, FACTS, 10, 20), 0)
+    ledger.on_message(Ping(7, 1, 1, True), 0)
+    return ledger
+
+
+async def test_a_long_request_waits_here_and_is_fed_as_answers_come(ledger: Ledger, wire: Wire) -> None:
+    entry = make_entry(*[5] * 8)
+    ledger.open(entry, 0)
+    first, second = wire.requests()
+    assert (first.opens, second.opens) == (True, False)
+    ledger.on_message(reply(second), 0)
+    (third,) = wire.requests()
+    for request in (first, third):
+        ledger.on_message(reply(request), 0)
+    (fourth,) = wire.requests()
+    ledger.on_message(reply(fourth), 0)
+    assert (await entry.future).rows[:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert ledger.num_pieces == 0
+
+
+async def test_a_failed_piece_fails_the_request_and_takes_the_others_back(ledger: Ledger, wire: Wire) -> None:
+    entry = make_entry(*[5] * 8)
+    ledger.open(entry, 0)
+    first, second = wire.requests()
+    ledger.on_message(Failure(second.request_id, "overloaded", "full", None, 2500), 0)
+    assert [message.request_id for message in wire.sent if isinstance(message, Cancel)] == [first.request_id]
+    error = entry.future.exception()
+    assert error is not None
+    assert (error.status, error.retry_after_s) == (429, 2.5)  # type: ignore[attr-defined]
+    ledger.on_message(reply(first), 0)
+    assert wire.requests() == []
+
+
+async def test_a_new_scheduler_is_sent_everything_again_and_may_not_refuse_it(ledger: Ledger, wire: Wire) -> None:
+    ledger.open(make_entry(5), 0)
+    ledger.open(make_entry(6), 0)
+    before = wire.requests()
+    ledger.on_message(Welcome(1, 8, False, None, 10, 20), 0)
+    again = wire.requests()
+    assert [request.request_id for request in again] == [request.request_id for request in before]
+    assert [request.opens for request in again] == [False, False]
+
+
+async def test_what_could_not_be_sent_is_sent_when_the_scheduler_speaks_again(ledger: Ledger, wire: Wire) -> None:
+    ledger.open(make_entry(5), 0)
+    wire.requests()
+    wire.cut = True
+    ledger.open(make_entry(6), 0)
+    wire.cut = False
+    ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
+    assert [request.lengths.tolist() for request in wire.requests()] == [[6]]
+
+
+async def test_a_second_answer_to_the_same_request_changes_nothing(ledger: Ledger, wire: Wire) -> None:
+    entry = make_entry(5)
+    ledger.open(entry, 0)
+    (request,) = wire.requests()
+    ledger.on_message(reply(request), 0)
+    ledger.on_message(Failure(request.request_id, "internal_error", "late", None, None), 0)
+    assert (await entry.future).rows.tolist() == [[1, 1]]
+
+
+async def test_a_silent_scheduler_makes_new_requests_503_and_keeps_what_is_held(ledger: Ledger, wire: Wire) -> None:
+    held = make_entry(5)
+    ledger.open(held, 0)
+    with pytest.raises(Unavailable):
+        ledger.open(make_entry(5), 2 * SECOND)
+    assert ledger.readiness(2 * SECOND).status == "unavailable"
+    assert not held.future.done()
+    ledger.on_message(Ping(7, 1, 1, True), 3 * SECOND)
+    ledger.open(make_entry(5), 3 * SECOND)
+
+
+async def test_it_joins_again_when_pulses_are_missed(ledger: Ledger, wire: Wire) -> None:
+    ledger.on_tick(SECOND // 2)
+    ledger.on_tick(SECOND)
+    assert [type(message).__name__ for message in wire.sent] == ["Beat", "Join"]
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (Ping(7, 1, 2, True), "ready"),
+        (Ping(7, 0, 2, True), "unavailable"),
+        (Ping(7, 1, 2, False), "unavailable"),
+    ],
+)
+async def test_readiness_follows_the_schedulers_status(ledger: Ledger, status: Ping, expected: str) -> None:
+    ledger.on_message(status, 0)
+    assert ledger.readiness(0).status == expected
