@@ -23,6 +23,7 @@ from common.errors import (
     DeadlineExceeded,
     ProtocolError,
     ServiceError,
+    ShuttingDown,
     Unavailable,
     from_wire,
 )
@@ -157,6 +158,13 @@ class Ledger:
             del self._pieces[request_id]
             self._send(Cancel(request_id))
         entry.pieces.clear()
+
+    def abandon(self) -> None:
+        """Fail everything that is still held: this gateway ends."""
+        for piece in self._pieces.values():
+            fail(piece.entry, ShuttingDown("The server is being stopped. Send the request again.", retry_after_s=1))
+            piece.entry.pieces.clear()
+        self._pieces.clear()
 
     def on_message(self, message: Message, now_ns: int) -> None:
         self._last_heard_ns = now_ns
@@ -308,7 +316,8 @@ class SchedulerClient:
         self._tick()
 
     async def close(self) -> None:
-        """Leave. Requests that are still open stay unanswered: let them finish first."""
+        """Leave. Requests that are still held fail with ShuttingDown: let them finish first."""
+        self._ledger.abandon()
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
         if self._tick_handle is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from common.metrics import Metrics
+from tests.fakes import FakeWorker, RunningScheduler
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,31 @@ def run_dir() -> Iterator[str]:
     """A run folder with a path short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="hr-") as folder:
         yield str(Path(folder) / "run")
+
+
+@pytest.fixture
+def start_worker(run_dir: str) -> Iterator[Callable[..., FakeWorker]]:
+    """Start an oracle worker; it is stopped after the test."""
+    workers: list[FakeWorker] = []
+
+    def start(*args: str, **kwargs: object) -> FakeWorker:
+        workers.append(FakeWorker(run_dir, *args, **kwargs))  # type: ignore[arg-type]
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def start_scheduler(run_dir: str, metrics: Metrics) -> Iterator[Callable[[], RunningScheduler]]:
+    """Start the real scheduler's loop; it is stopped after the test."""
+    schedulers: list[RunningScheduler] = []
+
+    def start() -> RunningScheduler:
+        schedulers.append(RunningScheduler(run_dir, metrics))
+        return schedulers[-1]
+
+    yield start
+    for scheduler in schedulers:
+        scheduler.close()

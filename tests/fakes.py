@@ -88,6 +88,8 @@ class FakeWorker:
         self._thread.start()
 
     def close(self) -> None:
+        if self._stop.is_set():
+            return
         self._stop.set()
         self._thread.join()
         self.process.kill()
@@ -128,6 +130,8 @@ class RunningScheduler:
         self._thread.start()
 
     def close(self) -> None:
+        if not self._thread.is_alive():
+            return
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
         self._server.close()

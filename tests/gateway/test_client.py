@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from tests.fakes import DIMENSIONS, FACTS, FakeWorker, RunningScheduler, oracle_
 
 SECOND = 1_000_000_000
 Sequences = list[np.ndarray]
+StartWorker = Callable[..., FakeWorker]
 
 
 def sequences(*lengths: int) -> Sequences:
@@ -32,14 +33,10 @@ async def submit(client: SchedulerClient, rows: Sequences, *, timeout_s: float =
 
 
 @pytest.fixture
-def scheduler(run_dir: str, metrics: Metrics) -> Iterator[RunningScheduler]:
-    scheduler = RunningScheduler(run_dir, metrics)
-    yield scheduler
-    scheduler.close()
-
-
-@pytest.fixture
-async def client(run_dir: str, scheduler: RunningScheduler, metrics: Metrics) -> AsyncIterator[SchedulerClient]:
+async def client(
+    run_dir: str, start_scheduler: Callable[[], RunningScheduler], metrics: Metrics
+) -> AsyncIterator[SchedulerClient]:
+    start_scheduler()
     client = SchedulerClient(run_dir, "gateway-0", metrics)
     client.start()
     yield client
@@ -52,45 +49,44 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_rows_come_back_in_the_order_of_the_sequences(run_dir: str, client: SchedulerClient) -> None:
-    worker = FakeWorker(run_dir)
+async def test_rows_come_back_in_the_order_of_the_sequences(start_worker: StartWorker, client: SchedulerClient) -> None:
+    start_worker()
     await until(lambda: client.readiness().status == "ready")
     texts = sequences(*range(1, 60))
     embedded = await submit(client, texts)
     np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids) for ids in texts])
     assert embedded.step_us >= 1000
-    worker.close()
 
 
-async def test_many_requests_at_once_each_get_their_own_rows(run_dir: str, client: SchedulerClient) -> None:
-    workers = [FakeWorker(run_dir, "worker-0"), FakeWorker(run_dir, "worker-1")]
+async def test_many_requests_at_once_each_get_their_own_rows(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    workers = [start_worker("worker-0"), start_worker("worker-1")]
     await until(lambda: client.readiness().workers_ready == 2)
     requests = [sequences(*(1 + (i * j) % 60 for j in range(1, 1 + i % 7))) for i in range(1, 64) if i % 7]
     answers = await asyncio.gather(*(submit(client, request) for request in requests))
     for request, answer in zip(requests, answers, strict=True):
         np.testing.assert_array_equal(answer.rows, [oracle_vector(ids) for ids in request])
     assert all(worker.batches for worker in workers)
-    for worker in workers:
-        worker.close()
 
 
-async def test_only_the_asked_dimensions_come_back(run_dir: str, client: SchedulerClient) -> None:
-    worker = FakeWorker(run_dir)
+async def test_only_the_asked_dimensions_come_back(start_worker: StartWorker, client: SchedulerClient) -> None:
+    start_worker()
     await until(lambda: client.facts is not None)
     (ids,) = sequences(5)
     embedded = await submit(client, [ids], dimensions=3)
     np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids, 3)])
-    worker.close()
 
 
-async def test_facts_are_announced_when_the_first_worker_is_ready(run_dir: str, client: SchedulerClient) -> None:
+async def test_facts_are_announced_when_the_first_worker_is_ready(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
     heard = []
     client.on_facts = heard.append
     assert client.readiness().status == "starting"
-    worker = FakeWorker(run_dir)
+    start_worker()
     await until(lambda: bool(heard))
     assert heard == [FACTS]
-    worker.close()
 
 
 async def test_without_any_worker_ever_a_request_is_503(client: SchedulerClient) -> None:
@@ -99,16 +95,17 @@ async def test_without_any_worker_ever_a_request_is_503(client: SchedulerClient)
     assert raised.value.retry_after_s == 1
 
 
-async def test_a_deadline_is_kept_while_the_worker_says_nothing(run_dir: str, client: SchedulerClient) -> None:
-    worker = FakeWorker(run_dir, answer=lambda _: None)
+async def test_a_deadline_is_kept_while_the_worker_says_nothing(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    start_worker(answer=lambda _: None)
     await until(lambda: client.facts is not None)
     with pytest.raises(DeadlineExceeded):
         await submit(client, sequences(3), timeout_s=0.1)
-    worker.close()
 
 
-async def test_a_cancelled_caller_cancels_what_is_queued(run_dir: str, client: SchedulerClient) -> None:
-    worker = FakeWorker(run_dir, answer=lambda _: None)
+async def test_a_cancelled_caller_cancels_what_is_queued(start_worker: StartWorker, client: SchedulerClient) -> None:
+    worker = start_worker(answer=lambda _: None)
     await until(lambda: client.facts is not None)
     running = [asyncio.ensure_future(submit(client, sequences(3))) for _ in range(2)]
     await until(lambda: len(worker.batches) == 2)
@@ -117,76 +114,72 @@ async def test_a_cancelled_caller_cancels_what_is_queued(run_dir: str, client: S
     for task in (*running, waiting):
         task.cancel()
     await asyncio.gather(*running, waiting, return_exceptions=True)
-    second = FakeWorker(run_dir, "worker-1")
+    second = start_worker("worker-1")
     await until(lambda: client.readiness().workers_ready == 2)
     await submit(client, sequences(9))
     assert [batch.lengths.tolist() for batch in second.batches] == [[9]]
-    worker.close()
-    second.close()
 
 
-async def test_a_nonfinite_row_names_its_sequence(run_dir: str, client: SchedulerClient) -> None:
+async def test_a_nonfinite_row_names_its_sequence(start_worker: StartWorker, client: SchedulerClient) -> None:
     def answer(batch: Batch) -> Result:
         bad = [index for index, length in enumerate(batch.lengths) if length == 5]
         return dataclasses.replace(oracle_result(batch), nonfinite=np.array(bad, dtype=np.int32))
 
-    worker = FakeWorker(run_dir, answer=answer)
+    start_worker(answer=answer)
     await until(lambda: client.facts is not None)
     with pytest.raises(NonfiniteOutput) as raised:
         await submit(client, sequences(*[40] * 6, 5, 40))
     assert raised.value.param == "input[6]"
     await submit(client, sequences(3))
-    worker.close()
 
 
 async def test_a_step_that_always_raises_is_500_and_the_next_request_is_served(
-    run_dir: str, client: SchedulerClient
+    start_worker: StartWorker, client: SchedulerClient
 ) -> None:
     def answer(batch: Batch) -> Message:
         if 5 in batch.lengths:
             return BatchFailed(batch.epoch, batch.batch_id, "raised")
         return oracle_result(batch)
 
-    worker = FakeWorker(run_dir, answer=answer)
+    start_worker(answer=answer)
     await until(lambda: client.facts is not None)
     with pytest.raises(InternalError):
         await submit(client, sequences(5))
     await submit(client, sequences(3))
-    worker.close()
 
 
-async def test_when_a_workers_process_dies_its_batch_runs_on_another(run_dir: str, client: SchedulerClient) -> None:
-    mute = FakeWorker(run_dir, "worker-0", answer=lambda _: None)
+async def test_when_a_workers_process_dies_its_batch_runs_on_another(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    mute = start_worker("worker-0", answer=lambda _: None)
     await until(lambda: client.facts is not None)
     (ids,) = sequences(5)
     task = asyncio.ensure_future(submit(client, [ids]))
     await until(lambda: bool(mute.batches))
-    other = FakeWorker(run_dir, "worker-1")
+    start_worker("worker-1")
     mute.process.kill()
     embedded = await task
     np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids)])
-    mute.close()
-    other.close()
 
 
-async def test_what_a_dead_scheduler_held_is_answered_through_the_next(run_dir: str, metrics: Metrics) -> None:
-    first = RunningScheduler(run_dir, metrics)
+async def test_what_a_dead_scheduler_held_is_answered_through_the_next(
+    run_dir: str, start_scheduler: Callable[[], RunningScheduler], start_worker: StartWorker, metrics: Metrics
+) -> None:
+    first = start_scheduler()
     client = SchedulerClient(run_dir, "gateway-0", metrics)
     client.start()
-    mute = FakeWorker(run_dir, answer=lambda _: None)
+    mute = start_worker(answer=lambda _: None)
     await until(lambda: client.facts is not None)
     texts = sequences(*[30] * 20)
     task = asyncio.ensure_future(submit(client, texts))
     await until(lambda: bool(mute.batches))
     mute.close()
     first.close()
-    second = RunningScheduler(run_dir, metrics)
-    worker = FakeWorker(run_dir)
+    start_scheduler()
+    start_worker()
     embedded = await task
     np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids) for ids in texts])
-    worker.close()
     await client.close()
-    second.close()
 
 
 # --- the ledger by hand ---

@@ -100,7 +100,7 @@ class Rig:
                 self._sent.append((action.peer, action.message))
 
 
-def make_request(request_id: int, *sequences: list[int], deadline_ns: int = 10**12, opens: bool = True) -> Request:
+def make_request(request_id: int, *sequences: list[int], deadline_ns: int = 2**62, opens: bool = True) -> Request:
     return Request(
         request_id=request_id,
         deadline_ns=deadline_ns,

