@@ -229,7 +229,7 @@ def _num_workers(config: ServeConfig) -> int:
 
 
 def _write_supervisord_conf(run_dir: str, environment: dict[str, str]) -> Path:
-    """A copy of the project's supervisord.conf whose line `environment` holds this suite's values."""
+    """A copy of the project's supervisord.conf with this suite's run folder, and its values in `environment`."""
     source = Path(__file__).with_name("supervisord.conf")  # where a wheel has it
     if not source.exists():
         source = Path(__file__).parent.parent / "supervisord.conf"
@@ -239,7 +239,7 @@ def _write_supervisord_conf(run_dir: str, environment: dict[str, str]) -> Path:
     )
     assert replaced == 1, "supervisord.conf has lost its environment line"
     target = Path(run_dir) / "supervisord.conf"
-    target.write_text(text)
+    target.write_text(text.replace("%(here)s/run", _escaped(run_dir)))
     return target
 
 

@@ -10,7 +10,7 @@ and answers anything odd with `ProtocolError`: a peer with a bug (or a stranger'
 
 Who sends what:
 
-    gateway → scheduler    Join  Request  Cancel  Beat
+    gateway → scheduler    Join  Request  Cancel  Beat  Goodbye
     scheduler → gateway    Welcome  Reply  Failure  Ping  Refuse
     worker → scheduler     Hello  Result  BatchFailed  Beat  Goodbye
     scheduler → worker     Batch  Ping  Refuse
@@ -140,13 +140,6 @@ class BatchFailed:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    """A worker leaves on purpose and holds no batch any more."""
-
-    reason: str
-
-
 # --- both ---
 
 
@@ -156,6 +149,13 @@ class Beat:
 
     epoch: int
     batches_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """This peer leaves on purpose and holds nothing any more."""
+
+    reason: str
 
 
 # --- scheduler → peers ---

@@ -33,6 +33,7 @@ from common.protocol import (
     Beat,
     Cancel,
     Failure,
+    Goodbye,
     Join,
     Message,
     ModelFacts,
@@ -318,6 +319,7 @@ class SchedulerClient:
     async def close(self) -> None:
         """Leave. Requests that are still held fail with ShuttingDown: let them finish first."""
         self._ledger.abandon()
+        self._dealer.send(Goodbye("the gateway was told to stop"))
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
         if self._tick_handle is not None:

@@ -126,6 +126,8 @@ class Scheduler:
                 self._on_request(gateway, message, now_ns)
             elif isinstance(message, Cancel):
                 self._on_cancel(gateway, message)
+            elif isinstance(message, Goodbye):
+                self._lose_gateway(gateway, f"goodbye, {message.reason}")
             elif not isinstance(message, Beat):
                 logger.warning("%s sent a %s; ignored", gateway.name, type(message).__name__)
         return self._take_actions(now_ns)
@@ -267,7 +269,7 @@ class Scheduler:
 
     def _lose_gateway(self, gateway: _Gateway, reason: str) -> None:
         logger.info(
-            "%s (pid %d) lost: %s; %d requests dropped", gateway.name, gateway.pid, reason, len(gateway.requests)
+            "%s (pid %d) is gone: %s; %d requests dropped", gateway.name, gateway.pid, reason, len(gateway.requests)
         )
         del self._gateways[gateway.peer]
         for pending in gateway.requests.values():
