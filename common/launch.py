@@ -11,6 +11,7 @@ A role is run by its package's name (`python -m worker` is the same), so this mo
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import random
@@ -195,6 +196,8 @@ def _serve(flags: list[str]) -> int:
         f"once /ready says so; Ctrl-C stops it\n"
     )
     sys.stderr.flush()
+    # Several processes share what may be a regular file: each writes at its end, not over the others' lines.
+    fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_APPEND)
     os.environ.update(environment)
     supervisord = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)]
     return os.execv(sys.executable, supervisord)

@@ -90,6 +90,7 @@ class Entry:
     lane: str
     deadline_ns: int
     rows: npt.NDArray[np.float32]  # [sequences, dimensions], filled as replies come
+    answered: npt.NDArray[np.bool_]  # [sequences] since two schedulers may answer the same one
     unanswered: int  # sequences
     next_sequence: int = 0  # where the next piece begins
     waiting_tokens: int = 0  # of its pieces at the scheduler
@@ -246,13 +247,16 @@ class Ledger:
             self._metrics.late_replies.inc()
             return
         entry = piece.entry
-        count = len(reply.rows)
         first = piece.start + reply.first_sequence
-        entry.rows[first : first + count] = reply.rows[:, : entry.dimensions]
+        last = first + len(reply.rows)
+        assert last <= piece.stop, "the scheduler answered more than it was asked"
+        new = len(reply.rows) - int(np.count_nonzero(entry.answered[first:last]))
+        entry.rows[first:last] = reply.rows[:, : entry.dimensions]
+        entry.answered[first:last] = True
         entry.queue_us = max(entry.queue_us, reply.queue_us)
         entry.step_us += reply.step_us
-        entry.unanswered -= count
-        piece.unanswered -= count
+        entry.unanswered -= new
+        piece.unanswered -= new
         if piece.unanswered == 0:
             del self._pieces[reply.request_id]
             entry.pieces.remove(reply.request_id)
@@ -356,6 +360,7 @@ class SchedulerClient:
             lane=lane,
             deadline_ns=deadline_ns,
             rows=np.empty((len(sequences), dimensions), dtype=np.float32),
+            answered=np.zeros(len(sequences), dtype=np.bool_),
             unanswered=len(sequences),
         )
         self._ledger.open(entry, now_ns())

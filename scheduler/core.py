@@ -215,6 +215,9 @@ class Scheduler:
         if known is not None:
             known.last_heard_ns = now_ns
             return
+        former = self._fleet.named(hello.name)
+        if former is not None and former.pid == hello.pid:
+            self._lose(former, "reconnected", now_ns)  # the same process under a new routing id
         refusal = self._refusal(hello)
         if refusal is not None:
             logger.error("%s (pid %d) refused: %s", hello.name, hello.pid, refusal.message)
@@ -433,8 +436,8 @@ class Scheduler:
 
     def _welcome(self, *, resumed: bool, now_ns: int) -> Welcome:
         piece_tokens = self._facts.max_batch_tokens if self._facts else _DEFAULT_PIECE_TOKENS
-        # Enough pieces of one long request to keep every worker's two slots full, and one to come.
-        window_tokens = piece_tokens * (2 * max(self._fleet.ready(now_ns), 1) + 1)
+        # Enough of one long request to keep every worker's two slots full. More would only stand before the others'.
+        window_tokens = piece_tokens * 2 * max(self._fleet.ready(now_ns), 1)
         return Welcome(PROTOCOL_VERSION, self.epoch, resumed, self._facts, piece_tokens, window_tokens)
 
     def _status(self, now_ns: int) -> Ping:

@@ -215,6 +215,7 @@ def make_entry(*lengths: int) -> Entry:
         lane="online",
         deadline_ns=10**15,
         rows=np.zeros((len(lengths), 2), dtype=np.float32),
+        answered=np.zeros(len(lengths), dtype=np.bool_),
         unanswered=len(lengths),
     )
 
@@ -293,6 +294,19 @@ async def test_a_second_answer_to_the_same_request_changes_nothing(ledger: Ledge
     ledger.on_message(reply(request), 0)
     ledger.on_message(Failure(request.request_id, "internal_error", "late", None, None), 0)
     assert (await entry.future).rows.tolist() == [[1, 1]]
+
+
+async def test_what_two_schedulers_answer_counts_once(ledger: Ledger, wire: Wire) -> None:
+    entry = make_entry(2, 2, 2)
+    ledger.open(entry, 0)
+    (request,) = wire.requests()
+    rows = reply(request).rows
+    ledger.on_message(Reply(request.request_id, 0, 1, 1, rows[:2]), 0)
+    ledger.on_message(Welcome(1, 8, False, None, 10, 20), 0)
+    ledger.on_message(Reply(request.request_id, 0, 1, 1, rows[:2]), 0)
+    assert not entry.future.done()
+    ledger.on_message(Reply(request.request_id, 2, 1, 1, rows[2:]), 0)
+    assert (await entry.future).rows[:, 0].tolist() == [1, 1, 1]
 
 
 async def test_a_silent_scheduler_makes_new_requests_503_and_keeps_what_is_held(ledger: Ledger, wire: Wire) -> None:

@@ -155,10 +155,18 @@ def test_another_protocol_version_is_refused_on_both_sides(rig: Rig, version: in
 
 
 def test_a_second_worker_of_the_same_name_is_refused_and_the_first_works_on(rig: Rig) -> None:
-    rig.worker(Hello(PROTOCOL_VERSION, "w0", 2, FACTS), b"other")
+    rig.worker(Hello(PROTOCOL_VERSION, "w0", 2, FACTS), b"other")  # another process: 2 where the first is 1
     assert [refuse.code for refuse in rig.take(Refuse, b"other")] == ["duplicate_name"]
     rig.request(1, [1])
     assert len(rig.take(Batch, b"w0")) == 1
+
+
+def test_a_worker_that_comes_back_under_a_new_routing_id_takes_its_own_place(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.take(Batch)
+    rig.worker(Hello(PROTOCOL_VERSION, "w0", 1, FACTS), b"again")
+    assert rig.take(Refuse) == []
+    assert [ids(batch) for batch in rig.take(Batch, b"again")] == [[1]]
 
 
 def test_a_worker_with_another_model_is_refused_while_the_first_model_is_served(rig: Rig) -> None:
