@@ -1,0 +1,147 @@
+"""Tiny models with random weights, written the way checkpoints are: safetensors, JSON files, tokenizer.json.
+
+Used by tests and benchmarks alike. Same seed, same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from common.protocol import Batch
+
+VOCAB_SIZE = 64
+HIDDEN_SIZE = 32
+MAX_POSITIONS = 48
+
+Tensors = dict[str, torch.Tensor]
+
+
+def bert_config(**changes: object) -> dict[str, object]:
+    """The config.json of a tiny BertModel; `changes` replace or add fields."""
+    return {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 80,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": MAX_POSITIONS,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "position_embedding_type": "absolute",
+        "type_vocab_size": 2,
+        "vocab_size": VOCAB_SIZE,
+        **changes,
+    }
+
+
+def bert_tensors(config: dict[str, object], seed: int = 0) -> Tensors:
+    """Every tensor that a BertModel of this configuration has, under the names of a bare encoder's checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, intermediate = int(str(config["hidden_size"])), int(str(config["intermediate_size"]))
+    tensors: Tensors = {}
+
+    def table(name: str, rows: object) -> None:
+        tensors[f"{name}.weight"] = torch.randn(int(str(rows)), hidden, generator=generator)
+
+    def norm(name: str) -> None:
+        tensors[f"{name}.weight"] = 1 + 0.2 * torch.randn(hidden, generator=generator)
+        tensors[f"{name}.bias"] = 0.2 * torch.randn(hidden, generator=generator)
+
+    def linear(name: str, inputs: int, outputs: int) -> None:
+        tensors[f"{name}.weight"] = torch.randn(outputs, inputs, generator=generator) * 1.5 * inputs**-0.5
+        tensors[f"{name}.bias"] = 0.2 * torch.randn(outputs, generator=generator)
+
+    table("embeddings.word_embeddings", config["vocab_size"])
+    table("embeddings.position_embeddings", config["max_position_embeddings"])
+    table("embeddings.token_type_embeddings", config["type_vocab_size"])
+    norm("embeddings.LayerNorm")
+    for index in range(int(str(config["num_hidden_layers"]))):
+        layer = f"encoder.layer.{index}"
+        for part in ("query", "key", "value"):
+            linear(f"{layer}.attention.self.{part}", hidden, hidden)
+        linear(f"{layer}.attention.output.dense", hidden, hidden)
+        norm(f"{layer}.attention.output.LayerNorm")
+        linear(f"{layer}.intermediate.dense", hidden, intermediate)
+        linear(f"{layer}.output.dense", intermediate, hidden)
+        norm(f"{layer}.output.LayerNorm")
+    return tensors
+
+
+def tokenizer(num_words: int = VOCAB_SIZE - 3) -> Tokenizer:
+    """Words w0, w1 … with ids from 3 on, between [CLS] and [SEP]."""
+    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2} | {f"w{i}": i + 3 for i in range(num_words)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return made
+
+
+def write_json(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Replace or add fields of a JSON object in a file."""
+    write_json(path, json.loads(path.read_text()) | changes)
+
+
+def write_bert(
+    folder: Path,
+    *,
+    config: dict[str, object] | None = None,
+    tensors: Tensors | None = None,
+    pooling: str = "pooling_mode_mean_tokens",
+    normalize: bool = True,
+) -> Path:
+    """A whole sentence-transformers folder around a tiny BertModel; returns it."""
+    config = config or bert_config()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors if tensors is not None else bert_tensors(config), folder / "model.safetensors")
+    write_json(folder / "config.json", config)
+    (folder / "tokenizer.json").write_text(tokenizer().to_str())
+    classes = ["Transformer", "Pooling", "Normalize"] if normalize else ["Transformer", "Pooling"]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    write_json(
+        folder / "modules.json",
+        [
+            {"idx": index, "name": str(index), "path": paths[index], "type": f"sentence_transformers.models.{name}"}
+            for index, name in enumerate(classes)
+        ],
+    )
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": config["hidden_size"], pooling: True})
+    return folder
+
+
+def random_sequences(lengths: list[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+def make_batch(
+    sequences: list[list[int]],
+    *,
+    width: int = HIDDEN_SIZE,
+    dimensions: list[int] | None = None,
+    normalize: list[int] | None = None,
+    epoch: int = 1,
+    batch_id: int = 1,
+) -> Batch:
+    """A batch of these sequences; without options all `width` columns count and nothing is normalised."""
+    return Batch(
+        epoch=epoch,
+        batch_id=batch_id,
+        token_ids=np.concatenate([np.array(sequence, dtype=np.int32) for sequence in sequences]),
+        lengths=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
+        dimensions=np.array(dimensions or [width] * len(sequences), dtype=np.int32),
+        normalize=np.array(normalize or [0] * len(sequences), dtype=np.uint8),
+    )

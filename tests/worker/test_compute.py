@@ -1,0 +1,195 @@
+"""The thread that owns the device, around an engine whose steps end when the test says so."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from common.metrics import Metrics
+from common.protocol import Batch, BatchFailed, ModelFacts, Result
+from tests.fakes import FACTS
+from tests.models import make_batch
+from worker.compute import Broken, Compute, Outcome, Ready
+
+
+class FakeRows:
+    """Rows that are on the host once `arrived` is set."""
+
+    def __init__(self, rows: npt.NDArray[np.float32]) -> None:
+        self._rows = rows
+        self.arrived = threading.Event()
+        self.waited_for = threading.Event()
+
+    def ready(self) -> bool:
+        return self.arrived.is_set()
+
+    def numpy(self) -> npt.NDArray[np.float32]:
+        self.waited_for.set()
+        assert self.arrived.wait(10)
+        if np.isposinf(self._rows).any():
+            raise RuntimeError("the device is gone")
+        return self._rows
+
+
+class FakeEngine:
+    """A device: `step` returns at once. A batch of token 0 fails to launch, one of token 1 fails on the device."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+        self.steps: list[FakeRows] = []
+        self.launched = threading.Semaphore(0)
+
+    def hello(self) -> ModelFacts:
+        return FACTS
+
+    def step(self, batch: Batch) -> FakeRows:
+        token = int(batch.token_ids[0])
+        if token == 0:
+            raise ValueError("this batch cannot be launched")
+        value = {1: np.inf, 2: np.nan}.get(token, token)
+        rows = FakeRows(np.full((len(batch.lengths), 2), value, dtype=np.float32))
+        if self._at_once:
+            rows.arrived.set()
+        self.steps.append(rows)
+        self.launched.release()
+        return rows
+
+
+class Harness:
+    def __init__(self, engine: FakeEngine, metrics: Metrics) -> None:
+        self.engine = engine
+        self.compute = Compute(lambda: engine, metrics)  # type: ignore[arg-type, return-value]  # a fake
+        self.compute.start()
+        assert self.next() == Ready(FACTS)
+
+    def next(self) -> Outcome:
+        """The next outcome, which must be the only one so far."""
+        assert select.select([self.compute.wakeup_fd], [], [], 10)[0]
+        (outcome,) = self.compute.take_outcomes()
+        return outcome
+
+    def launch(self, token: int, batch_id: int) -> None:
+        self.compute.submit(make_batch([[token]], batch_id=batch_id))
+        assert self.engine.launched.acquire(timeout=10)
+
+
+@pytest.fixture
+def device(metrics: Metrics) -> Iterator[Harness]:
+    harness = Harness(FakeEngine(at_once=False), metrics)
+    yield harness
+    for step in harness.engine.steps:
+        step.arrived.set()
+    harness.compute.stop(10)
+
+
+@pytest.fixture
+def host(metrics: Metrics) -> Iterator[Harness]:
+    harness = Harness(FakeEngine(at_once=True), metrics)
+    yield harness
+    harness.compute.stop(10)
+
+
+def test_the_second_step_is_launched_before_the_first_one_is_waited_for(metrics: Metrics) -> None:
+    engine = FakeEngine(at_once=False)
+    compute = Compute(lambda: engine, metrics)  # type: ignore[arg-type, return-value]  # a fake
+    compute.submit(make_batch([[5]], batch_id=1))
+    compute.submit(make_batch([[6]], batch_id=2))
+
+    compute.start()
+
+    assert engine.launched.acquire(timeout=10)
+    assert engine.launched.acquire(timeout=10)
+    assert engine.steps[0].waited_for.wait(10)
+    assert not engine.steps[1].waited_for.is_set()
+    for step in engine.steps:
+        step.arrived.set()
+    compute.stop(10)
+
+
+def test_no_more_than_two_steps_run_at_once(metrics: Metrics) -> None:
+    engine = FakeEngine(at_once=False)
+    compute = Compute(lambda: engine, metrics)  # type: ignore[arg-type, return-value]  # a fake
+    for batch_id in (1, 2, 3):
+        compute.submit(make_batch([[5]], batch_id=batch_id))
+    compute.start()
+    assert engine.launched.acquire(timeout=10)
+    assert engine.launched.acquire(timeout=10)
+    assert engine.steps[0].waited_for.wait(10)
+    assert len(engine.steps) == 2
+
+    engine.steps[0].arrived.set()
+
+    assert engine.launched.acquire(timeout=10)
+    for step in engine.steps:
+        step.arrived.set()
+    compute.stop(10)
+
+
+def test_what_is_ready_at_once_is_handed_on_before_the_next_step(host: Harness) -> None:
+    host.launch(5, batch_id=1)
+    result = host.next()
+
+    assert isinstance(result, Result)
+    assert (result.epoch, result.batch_id) == (1, 1)
+    assert result.rows.tolist() == [[5.0, 5.0]]
+    assert len(result.nonfinite) == 0
+
+
+def test_rows_that_are_not_finite_are_named(host: Harness, metrics: Metrics) -> None:
+    before = metrics.nonfinite_rows._value.get()
+    host.launch(2, batch_id=1)
+    result = host.next()
+
+    assert isinstance(result, Result)
+    assert result.nonfinite.tolist() == [0]
+    assert metrics.nonfinite_rows._value.get() == before + 1
+
+
+def test_a_step_that_raises_fails_its_batch_and_the_next_one_runs(host: Harness, metrics: Metrics) -> None:
+    before = metrics.step_failures._value.get()
+    host.compute.submit(make_batch([[0]], batch_id=1))
+    assert host.next() == BatchFailed(1, 1, "ValueError: this batch cannot be launched")
+
+    host.launch(5, batch_id=2)
+
+    assert isinstance(host.next(), Result)
+    assert metrics.step_failures._value.get() == before + 1
+
+
+def test_a_failure_that_shows_only_on_the_device_fails_its_batch(host: Harness) -> None:
+    host.launch(1, batch_id=7)
+
+    assert host.next() == BatchFailed(1, 7, "RuntimeError: the device is gone")
+
+
+def test_batches_that_have_not_begun_can_be_dropped(device: Harness) -> None:
+    device.launch(5, batch_id=1)
+    assert device.engine.steps[0].waited_for.wait(10)
+    device.compute.submit(make_batch([[6]], batch_id=2))
+
+    device.compute.drop_queued()
+    device.engine.steps[0].arrived.set()
+
+    result = device.next()
+    assert isinstance(result, Result)
+    assert result.batch_id == 1
+    device.launch(7, batch_id=3)
+    assert len(device.engine.steps) == 2
+
+
+def test_an_engine_that_cannot_be_built_is_reported(metrics: Metrics) -> None:
+    def build() -> FakeEngine:
+        raise LookupError("no such model")
+
+    compute = Compute(build, metrics)  # type: ignore[arg-type]  # a fake
+    compute.start()
+
+    assert select.select([compute.wakeup_fd], [], [], 10)[0]
+    (outcome,) = compute.take_outcomes()
+    assert isinstance(outcome, Broken)
+    assert str(outcome.error) == "no such model"

@@ -1,0 +1,211 @@
+"""The engine: one answer a sequence whatever its company, what a batch may ask, and the real model's numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.models import find_model
+from common.tokenization import Tokenizer, TruncationRule
+from tests.models import bert_config, bert_tensors, make_batch, random_sequences, write_bert, write_json
+from tests.reference import BertReference, unit
+from tests.worker.conftest import make_engine
+from worker.checkpoint import ModelError
+from worker.engine import Engine
+from worker.ragged import BadBatch
+
+DATA = Path(__file__).parent.parent / "data"
+
+
+def test_rows_come_in_the_order_of_the_batch(tiny_engine: Engine, tiny_folder: Path) -> None:
+    sequences = random_sequences([30, 1, 5, 48, 5, 2, 30])
+
+    rows = tiny_engine.step(make_batch(sequences)).numpy()
+
+    reference = BertReference(tiny_folder)
+    np.testing.assert_allclose(rows, np.stack([reference.embed(s) for s in sequences]), atol=1e-5)
+
+
+def test_a_sequence_alone_and_in_company_has_the_same_row(tiny_engine: Engine) -> None:
+    generator = np.random.default_rng(0)
+    sequences = random_sequences(generator.integers(1, 49, 24).tolist())
+    alone = np.concatenate([tiny_engine.step(make_batch([sequence])).numpy() for sequence in sequences])
+
+    together = tiny_engine.step(make_batch(sequences)).numpy()
+    order = generator.permutation(len(sequences))
+    shuffled = tiny_engine.step(make_batch([sequences[i] for i in order])).numpy()
+
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    np.testing.assert_allclose(shuffled, alone[order], atol=1e-5)
+
+
+def test_equal_sequences_have_equal_rows(tiny_engine: Engine) -> None:
+    rows = tiny_engine.step(make_batch([[7, 8, 9]] * 3 + [[1]])).numpy()
+
+    np.testing.assert_array_equal(rows[0], rows[1])
+    np.testing.assert_array_equal(rows[0], rows[2])
+
+
+def test_the_order_of_tokens_matters(tiny_engine: Engine) -> None:
+    rows = tiny_engine.step(make_batch([[7, 8, 9], [9, 8, 7]])).numpy()
+
+    assert np.abs(rows[0] - rows[1]).max() > 0.01
+
+
+def test_each_sequence_has_its_own_dimensions_and_normalisation(tiny_engine: Engine, tiny_folder: Path) -> None:
+    sequences = random_sequences([9, 3, 9, 1])
+    batch = make_batch(sequences, dimensions=[32, 8, 8, 1], normalize=[1, 1, 0, 0])
+
+    rows = tiny_engine.step(batch).numpy()
+
+    full = [BertReference(tiny_folder).embed(sequence) for sequence in sequences]
+    np.testing.assert_allclose(rows[0], unit(full[0]), atol=1e-5)
+    np.testing.assert_allclose(rows[1, :8], unit(full[1][:8]), atol=1e-5)
+    np.testing.assert_allclose(rows[2, :8], full[2][:8], atol=1e-5)
+    np.testing.assert_allclose(rows[3, :1], full[3][:1], atol=1e-5)
+    assert not rows[1, 8:].any()
+    assert not rows[2, 8:].any()
+    assert not rows[3, 1:].any()
+
+
+def test_rows_are_float32_and_contiguous(tiny_engine: Engine) -> None:
+    rows = tiny_engine.step(make_batch([[1], [2]])).numpy()
+
+    assert rows.dtype == np.float32
+    assert rows.shape == (2, 32)
+    assert rows.flags.c_contiguous
+
+
+def test_a_result_is_not_changed_by_the_next_step(tiny_engine: Engine) -> None:
+    first = tiny_engine.step(make_batch([[1, 2]]))
+    kept = first.numpy().copy()
+
+    tiny_engine.step(make_batch([[3, 4]])).numpy()
+
+    np.testing.assert_array_equal(first.numpy(), kept)
+
+
+def test_a_batch_beyond_the_limits_is_refused_and_the_next_one_runs(tiny_engine: Engine) -> None:
+    with pytest.raises(BadBatch):
+        tiny_engine.step(make_batch([[64]]))
+
+    assert np.isfinite(tiny_engine.step(make_batch([[63]])).numpy()).all()
+
+
+def test_a_token_whose_numbers_overflow_spoils_its_own_sequence_alone(tmp_path: Path) -> None:
+    tensors = bert_tensors(bert_config())
+    tensors["embeddings.word_embeddings.weight"][5] = 3e38
+    engine = make_engine(write_bert(tmp_path, tensors=tensors))
+
+    rows = engine.step(make_batch([[1, 2], [1, 5], [3, 4], [5]], normalize=[1, 1, 0, 0])).numpy()
+
+    assert np.isfinite(rows[[0, 2]]).all()
+    assert np.isnan(rows[[1, 3]]).all()
+
+
+def test_hello_tells_the_facts(tiny_engine: Engine, tiny_folder: Path) -> None:
+    facts = tiny_engine.hello()
+
+    assert facts.name == "tiny"
+    assert facts.folder == str(tiny_folder)
+    assert (facts.architecture, facts.device, facts.dtype) == ("BertModel", "cpu", "float32")
+    assert (facts.dimensions, facts.max_tokens, facts.vocab_size) == (32, 48, 64)
+    assert (facts.pooling, facts.normalize, facts.tasks) == ("mean", True, ["embed"])
+    assert facts.max_batch_tokens == 1024
+    assert len(facts.fingerprint) == 16
+
+
+def test_the_operator_may_name_the_model_and_set_the_budget(tiny_folder: Path) -> None:
+    facts = make_engine(tiny_folder, served_model_name="mine", max_batch_tokens="77").hello()
+
+    assert (facts.name, facts.max_batch_tokens) == ("mine", 77)
+
+
+def test_the_declared_length_limits_the_positions_and_never_exceeds_them(tmp_path: Path) -> None:
+    folder = write_bert(tmp_path)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 20})
+    assert make_engine(folder).hello().max_tokens == 20
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 500})
+
+    assert make_engine(folder).hello().max_tokens == 48
+
+
+def test_two_starts_give_equal_bits(tiny_engine: Engine, tiny_folder: Path) -> None:
+    batch = make_batch(random_sequences([3, 40]))
+    again = make_engine(tiny_folder)
+
+    np.testing.assert_array_equal(again.step(batch).numpy(), tiny_engine.step(batch).numpy())
+    assert again.hello() == tiny_engine.hello()
+
+
+def test_bfloat16_stays_close_to_the_reference(tiny_folder: Path) -> None:
+    sequences = random_sequences([5, 48, 1])
+    engine = make_engine(tiny_folder, dtype="bfloat16")
+
+    rows = engine.step(make_batch(sequences, normalize=[1, 1, 1])).numpy()
+
+    expected = unit(np.stack([BertReference(tiny_folder).embed(sequence) for sequence in sequences]))
+    assert engine.hello().dtype == "bfloat16"
+    assert (rows * expected).sum(axis=1).min() > 0.999
+
+
+def test_a_dtype_that_the_device_does_not_have_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(ModelError, match="--dtype float16: on cpu use one of float32, bfloat16"):
+        make_engine(tiny_folder, dtype="float16")
+
+
+def test_the_fingerprint_depends_on_dtype_and_pooling(tmp_path: Path, tiny_folder: Path) -> None:
+    other_pooling = make_engine(write_bert(tmp_path, pooling="pooling_mode_cls_token"))
+    other_dtype = make_engine(tiny_folder, dtype="bfloat16")
+
+    prints = {engine.hello().fingerprint for engine in (make_engine(tiny_folder), other_pooling, other_dtype)}
+
+    assert len(prints) == 3
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Engine:
+    return make_engine(find_model("all-MiniLM-L6-v2").path)
+
+
+@pytest.mark.slow
+def test_minilm_equals_sentence_transformers_on_real_sentences(minilm: Engine) -> None:
+    lines = (DATA / "stsb_reference.jsonl").read_text(encoding="utf-8").splitlines()
+    expected = np.load(DATA / "stsb_reference.npy")
+    sequences = Tokenizer(minilm.hello()).encode(
+        [json.loads(line)["text"] for line in lines], TruncationRule(allowed=False)
+    )
+    rows = np.empty_like(expected)
+    for places in np.array_split(np.random.default_rng(0).permutation(len(sequences)), 10):
+        batch = make_batch([sequences[i].tolist() for i in places], width=384, normalize=[1] * len(places))
+        rows[places] = minilm.step(batch).numpy()
+
+    assert len(expected) == 500
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_minilm_equals_the_plain_reference_at_its_longest(minilm: Engine) -> None:
+    sequence = random_sequences([256], vocab_size=30_522)[0]
+
+    rows = minilm.step(make_batch([sequence, [101, 102]], width=384)).numpy()
+
+    reference = BertReference(Path(minilm.hello().folder))
+    np.testing.assert_allclose(rows[0], reference.embed(sequence), atol=1e-5)
+    np.testing.assert_allclose(rows[1], reference.embed([101, 102]), atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_stays_close_to_the_reference(tiny_folder: Path) -> None:
+    sequences = random_sequences([5, 48, 1])
+    engine = make_engine(tiny_folder, device="cuda")
+
+    rows = engine.step(make_batch(sequences, normalize=[1, 1, 1])).numpy()
+
+    expected = unit(np.stack([BertReference(tiny_folder).embed(sequence) for sequence in sequences]))
+    assert (rows * expected).sum(axis=1).min() > 0.999
