@@ -68,6 +68,7 @@ class Compute:
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._finished_ns = 0
+        self.step_began_s: float | None = None  # of the oldest step that has not ended; on time.monotonic()'s clock
         # Readable while outcomes wait. Left open at the end: a thread that is still in a step may yet write to it.
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # A daemon: where a step hangs, the process must still be able to end.
@@ -127,6 +128,7 @@ class Compute:
             # With nothing new to launch, wait for the oldest; with a new one launched, for the one before it.
             while running and (batch is None or len(running) == _MAX_RUNNING or running[0].rows.ready()):
                 self._flush(running.popleft())
+                self.step_began_s = running[0].launched_ns / 1e9 if running else None
 
     def _next_batch(self, *, wait: bool) -> Batch | None:
         """The next batch; None when there is none, or, after waiting, when there will be none."""
@@ -137,10 +139,12 @@ class Compute:
 
     def _launch(self, engine: Engine, batch: Batch, running: deque[_Running]) -> None:
         launched_ns = time.monotonic_ns()
+        self.step_began_s = self.step_began_s or launched_ns / 1e9
         try:
             rows = engine.step(batch)
         except Exception as error:  # noqa: BLE001  # one batch's failure is its own; the loop goes on
             self._fail(batch, error)
+            self.step_began_s = running[0].launched_ns / 1e9 if running else None
             return
         running.append(_Running(batch, launched_ns, rows))
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 _SUPPORTED_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
-_AUTO_MAX_BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+_AUTO_MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
 
 _WARM_UP_S = 1.0
 

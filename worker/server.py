@@ -11,13 +11,16 @@ carries a new epoch, whereupon what belongs to the old one is dropped and the wo
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import math
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -51,18 +54,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_BUG = 1
+EXIT_STUCK = 70  # a step does not end; only a new process can use the device again
 EXIT_REFUSED = 75  # somebody else has this place; a later try may succeed
 EXIT_CONFIGURATION = 78  # the model or the configuration is wrong; another try is in vain
 
 _MAX_HELD = 2  # batches: one runs, one waits
 _BEAT_S = 0.25
-_SILENCE_S = 2.0  # without a Ping for so long: the scheduler may be another one, so introduce ourselves again
+_SILENCE_S = 0.75  # three Pings missed: the scheduler may be another one, so introduce ourselves again
 _LINGER_MS = 500  # for last words
+_MAX_STEP_S = 60.0  # the scheduler gives up sooner; this is for a scheduler that has started since, and knows nothing
 _STOP_S = 0.25  # for the compute thread, which should be idle by then
 
 # So many introductions into a connection without any answer: it may be one that swallows all (transport.py), so come
 # back under a new name. Not sooner: a scheduler that merely stood still would see two workers of one name.
-_MAX_UNANSWERED = 5
+_MAX_UNANSWERED = 20
 
 
 class Server:
@@ -72,9 +77,15 @@ class Server:
     """
 
     def __init__(
-        self, config: WorkerConfig, metrics: Metrics, build: Callable[[], Engine], joined: Callable[[], None]
+        self,
+        config: WorkerConfig,
+        metrics: Metrics,
+        build: Callable[[], Engine],
+        joined: Callable[[], None],
+        max_step_s: float = _MAX_STEP_S,
     ) -> None:
         self._config = config
+        self._max_step_s = max_step_s
         self._metrics = metrics
         self._compute = Compute(build, metrics)
         self._joined = joined
@@ -106,6 +117,7 @@ class Server:
             for message in self._messages():
                 self._on_message(message)
             self._send_due(time.monotonic())
+            self._check_step(time.monotonic())
             self._check_signals(time.monotonic())
         if self._dealer is not None:
             self._dealer.close(_LINGER_MS)
@@ -240,6 +252,13 @@ class Server:
 
     # --- the end ---
 
+    def _check_step(self, now_s: float) -> None:
+        began_s = self._compute.step_began_s
+        if self._status is None and began_s is not None and now_s - began_s >= self._max_step_s:
+            logger.critical("a step has not ended after %.0f s; where it is:", now_s - began_s)
+            faulthandler.dump_traceback()
+            self._status = EXIT_STUCK
+
     def _check_signals(self, now_s: float) -> None:
         if self._status is not None or not self._signals:
             return
@@ -259,7 +278,9 @@ class Server:
 
 
 def main(config: WorkerConfig, joined: Callable[[], None]) -> int:
-    """Run a worker until it is told to stop. Returns the exit status: 0 stopped, 75 refused, 78 misconfigured, 1 bug.
+    """Run a worker until it is told to stop.
+
+    Returns the exit status: 0 stopped, 70 stuck in a step, 75 refused, 78 misconfigured, 1 bug.
 
     `joined` is called once the worker can do its work: its model is loaded and a scheduler has answered.
 
@@ -282,4 +303,13 @@ def _build(config: WorkerConfig) -> Engine:
 def _num_threads(config: WorkerConfig) -> int:
     if config.threads != "auto":
         return int(config.threads)
-    return max(1, len(os.sched_getaffinity(0)) // config.workers)
+    return max(1, min(len(os.sched_getaffinity(0)), _cgroup_cpus()) // config.workers)
+
+
+def _cgroup_cpus() -> int:
+    """How many CPUs' time this process's control group may use; a container with a quota still sees all of them."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no such file (version 1), or the quota is "max"
+        return sys.maxsize

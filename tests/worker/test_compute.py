@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import select
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from common.config import WorkerConfig
 from common.metrics import Metrics
 from common.protocol import Batch, BatchFailed, ModelFacts, Result
-from tests.fakes import FACTS
+from tests.fakes import FACTS, RunningScheduler
 from tests.models import make_batch
+from tests.scheduler.test_core import make_request
+from tests.scheduler.test_server import Gateway
 from worker.compute import Broken, Compute, Outcome, Ready
+from worker.server import EXIT_STUCK, Server
 
 
 class FakeRows:
@@ -182,6 +189,17 @@ def test_batches_that_have_not_begun_can_be_dropped(device: Harness) -> None:
     assert len(device.engine.steps) == 2
 
 
+def test_when_the_oldest_step_began_is_known_while_one_runs(device: Harness) -> None:
+    assert device.compute.step_began_s is None
+    device.launch(5, batch_id=1)
+    assert device.engine.steps[0].waited_for.wait(10)
+    assert device.compute.step_began_s is not None
+    device.engine.steps[0].arrived.set()
+    device.next()
+    assert device.compute.stop(10)
+    assert device.compute.step_began_s is None
+
+
 def test_an_engine_that_cannot_be_built_is_reported(metrics: Metrics) -> None:
     def build() -> FakeEngine:
         raise LookupError("no such model")
@@ -193,3 +211,31 @@ def test_an_engine_that_cannot_be_built_is_reported(metrics: Metrics) -> None:
     (outcome,) = compute.take_outcomes()
     assert isinstance(outcome, Broken)
     assert str(outcome.error) == "no such model"
+
+
+def test_a_step_that_does_not_end_ends_the_worker(
+    run_dir: str, start_scheduler: Callable[[], RunningScheduler], metrics: Metrics
+) -> None:
+    start_scheduler()
+    engine = FakeEngine(at_once=False)
+    config = WorkerConfig(run_dir=run_dir)
+    server = Server(config, metrics, lambda: engine, lambda: None, max_step_s=0.3)  # type: ignore[arg-type, return-value]
+
+    def send_one_request() -> None:
+        gateway = Gateway(run_dir)
+        gateway.wait_for_workers(1)
+        gateway.dealer.send(make_request(1, [5]))
+        engine.launched.acquire(timeout=10)
+        gateway.close()
+
+    client = threading.Thread(target=send_one_request)
+    client.start()
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        assert server.run() == EXIT_STUCK
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
+            signal.signal(number, handler)
+        client.join()
+        engine.steps[0].arrived.set()
+        atexit.unregister(os._exit)  # this process goes on

@@ -115,7 +115,7 @@ def test_hello_tells_the_facts(tiny_engine: Engine, tiny_folder: Path) -> None:
     assert (facts.architecture, facts.device, facts.dtype) == ("BertModel", "cpu", "float32")
     assert (facts.dimensions, facts.max_tokens, facts.vocab_size) == (32, 48, 64)
     assert (facts.pooling, facts.normalize, facts.tasks) == ("mean", True, ["embed"])
-    assert facts.max_batch_tokens == 1024
+    assert facts.max_batch_tokens == 512
     assert len(facts.fingerprint) == 16
 
 
