@@ -80,12 +80,11 @@ class Tokenizer:
         """
         if self._lower_case:
             texts = [text.lower() for text in texts]
-        limit_chars = MAX_CHARS_PER_TOKEN * self._max_tokens
-        if not truncation.allowed:
-            for offset, text in enumerate(texts):
-                if len(text) > limit_chars:
-                    raise _input_too_long(_input_name(first_index, offset), len(text), limit_chars)
+        limit_chars = (_FIRST_CHARS_PER_TOKEN if truncation.allowed else MAX_CHARS_PER_TOKEN) * self._max_tokens
         whole = [text if len(text) <= limit_chars else None for text in texts]
+        if not truncation.allowed and None in whole:
+            offset = whole.index(None)
+            raise _input_too_long(_input_name(first_index, offset), len(texts[offset]), limit_chars)
         encodings = iter(self._encode_batch([text for text in whole if text is not None]))
         rows: list[TokenIds] = []
         for offset, text in enumerate(texts):
@@ -153,7 +152,7 @@ class Tokenizer:
         raise AssertionError("called for a list that is all right: this is a bug")
 
     def _encode_over_long(self, text: str, direction: Direction) -> list[int]:
-        """The ids of a text that does not fit: its content cut, the special tokens kept."""
+        """The ids of a text that may not fit: its content cut, the special tokens kept."""
         room = self._max_tokens - self._num_special
         encoding = self._encode_relevant_part(text, direction, room)
         encoding.truncate(room, direction=direction)

@@ -2,6 +2,6 @@
 
 from common.config import GatewayConfig
 from common.launch import run_process
-from gateway.app import main
+from gateway.process import main
 
 run_process("gateway", GatewayConfig, main)

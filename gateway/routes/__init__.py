@@ -1,1 +1,1 @@
-"""One module an API dialect: a body to a request, a result to a body; no sockets."""
+"""One module an API dialect: body → request, result → body. No sockets here, and no dialect knows another."""

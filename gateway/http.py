@@ -1,0 +1,374 @@
+"""The connection handling that aiohttp lacks.
+
+Without this module: a silent or trickling client is never cut off; protocol errors are answered in plain text that
+quotes the client's bytes; HTTP/0.9 and 2.0 lines get a 200 in their own version; a broken chunk leaves its handler
+waiting for ever; any number of connections is taken until the file table is full; and a stopping server resets
+connections that a request is just travelling on. Each was seen with aiohttp 3.14 and its C parser.
+
+`Server` and `Connection` subclass aiohttp's and use a few of its private fields (`_messages`, `_waiter`, `_close`,
+`_request_count`, `_request_in_progress`, `_next_keepalive_close_time`): pyproject.toml holds aiohttp below the next
+minor version, and tests/gateway/test_http.py says what must still hold when that bound is raised. Rejected: a proxy in
+front as a requirement; a server of our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import cast
+
+from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD
+from aiohttp.web_protocol import ERROR, _ErrInfo
+
+from common.errors import InternalError, InvalidRequest, RequestTimeout, ServiceError, Unavailable
+from gateway.answers import error_headers, new_request_id, render_error, server_timing
+from gateway.body import BadRequest
+
+logger = logging.getLogger(__name__)
+
+_MAX_TARGET_BYTES = 4096
+_MAX_HEADER_LINE_BYTES = 16 * 1024
+_MAX_HEADERS = 100
+_MAX_HEADER_BYTES = 64 * 1024  # of one that comes in several packets; one that comes whole is bounded by the read
+
+# After an early answer (413, 431) what the client still sends is read and dropped for so long: a client that is
+# sending when the connection closes gets a reset, and may never see the answer.
+_LINGER_S = 2.0
+_MAX_LINGERING = 32  # of the connections over the limit; more are closed without this courtesy
+
+_LARGE_BYTES = 64 * 1024  # an answer that may not fit into the kernel's buffers
+
+
+class _TargetTooLong(InvalidRequest):
+    status = 414
+    default_code = "header_too_large"
+
+
+class _HeaderTooLarge(InvalidRequest):
+    status = 431
+    default_code = "header_too_large"
+
+
+class _VersionNotSupported(InvalidRequest):
+    status = 505
+    default_code = "bad_request"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    header_timeout_s: float
+    keepalive_timeout_s: float
+    max_connections: int
+    # A stopping server closes a connection that was idle for so long at once; on a fresher one a request may be coming.
+    drain_grace_s: float = 1.0
+    # An answer that its client does not read holds its memory: cut off after so long.
+    write_timeout_s: float = 30.0
+
+
+class Server(web.Server):
+    """Makes a `Connection` for each client, counts them, and lets them go when the gateway stops.
+
+    `on_refusal` is told the status of every answer that was given without the handler.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        limits: HttpLimits,
+        on_refusal: Callable[[int], None],
+    ) -> None:
+        super().__init__(handler, request_factory=self._make_http_request, handler_cancellation=True)
+        self.limits = limits
+        self.on_refusal = on_refusal
+        self.num_refused = 0  # connections over the limit that are not closed yet
+        self._open: set[Connection] = set()
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+        # A protocol error has no request; aiohttp's stand-in is an HTTP/1.0 one.
+        self._error_message = ERROR._replace(version=HttpVersion11)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._open) >= self.limits.max_connections
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, self._loop)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        assert isinstance(handler, Connection)
+        self._open.add(handler)
+        self._all_closed.clear()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        assert isinstance(handler, Connection)
+        self._open.discard(handler)
+        if not self._open:
+            self._all_closed.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let every connection finish what it has begun, then close it; the rest is cut off at the end of the time.
+
+        The handler must answer with `Connection: close` meanwhile. True when nothing had to be cut off.
+        """
+        for connection in list(self._open):
+            connection.drain()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_closed.wait()
+        except TimeoutError:
+            logger.warning("%d connections did not finish within %g s and are cut off", len(self._open), timeout_s)
+            self.abort()
+            return False
+        return True
+
+    def abort(self) -> None:
+        """Cut off every connection. Handlers that still run are cancelled."""
+        for connection in list(self._open):
+            connection.abort()
+
+    def _make_http_request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        if message is ERROR:
+            message = self._error_message
+        return web.BaseRequest(message, payload, protocol, writer, task, self._loop)
+
+
+class Connection(web.RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ("_body", "_header_timer", "_is_broken", "_partial_bytes", "_refused", "_server")
+
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=server.limits.keepalive_timeout_s,
+            access_log=None,  # type: ignore[arg-type]  # how aiohttp is told to keep none
+            max_line_size=_MAX_TARGET_BYTES,
+            max_field_size=_MAX_HEADER_LINE_BYTES,
+            max_headers=_MAX_HEADERS,
+            lingering_time=_LINGER_S,
+            auto_decompress=False,  # aiohttp makes an empty body of a gzip stream that was cut
+        )
+        self._server = server
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the request that came last
+        self._partial_bytes = 0  # of a header that is not complete yet
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._is_broken = False  # what came was not HTTP; nothing more is read
+        self._refused = False  # over the limit on connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Below the limit on file descriptors, so that it is us who refuse and not accept() that fails in a loop.
+        if self._server.is_full:
+            self._refuse(cast("asyncio.Transport", transport))
+            return
+        super().connection_made(transport)
+        self._start_header_timer()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_header_timer()
+        if self._refused:
+            self._server.num_refused -= 1
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        count = self._request_count
+        in_body = not self._body.is_eof()
+        super().data_received(data)
+        num_new = self._request_count - count
+        if num_new:
+            self._stop_header_timer()
+            self._partial_bytes = 0
+            for index in range(len(self._messages) - num_new, len(self._messages)):
+                self._on_request(index)
+        elif not in_body and data.strip(b"\r\n"):
+            self._on_partial_header(len(data))
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        is_small = (
+            not isinstance(resp, web.Response) or not isinstance(resp.body, bytes) or len(resp.body) < _LARGE_BYTES
+        )
+        timer = None if is_small else self._loop.call_later(self._server.limits.write_timeout_s, self.abort)
+        try:
+            result = await super().finish_response(request, resp, start_time)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self._is_broken:
+            await self._linger()
+        elif not resp.keep_alive and self.transport is not None and not self._body.is_eof():
+            # aiohttp lingers by itself here; this lets the client see the end of the answer meanwhile.
+            self.transport.write_eof()
+        return result
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what never reached the handler. aiohttp's `message` quotes the client's bytes: it is not passed on."""
+        error = _error_of(exc)
+        if error.status == 500:
+            logger.error("a request failed outside its handler", exc_info=exc)
+        self._server.on_refusal(error.status)
+        self._is_broken = True
+        response = web.Response(body=render_error(error), status=error.status, headers=_refusal_headers(error))
+        response.force_close()
+        return response
+
+    def drain(self) -> None:
+        """Close when idle: at once, or soon where the client may just be sending."""
+        if self.transport is None:
+            return
+        grace_s = wait_s = self._server.limits.drain_grace_s
+        if self._is_idle:
+            idle_since = self._next_keepalive_close_time - self._keepalive_timeout
+            wait_s = idle_since + grace_s - self._loop.time()
+            if wait_s <= 0:
+                self.force_close()
+                return
+        # Looked at again even when busy: its answer may have begun before the gateway said close.
+        self._loop.call_later(wait_s, self.drain)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._request_in_progress or self._messages or self._partial_bytes) and self._body.is_eof()
+
+    def _on_request(self, index: int) -> None:
+        """Look at a message that aiohttp has queued and not yet handed out."""
+        message, body = self._messages[index]
+        if isinstance(message, _ErrInfo):
+            if not self._body.is_eof():
+                # aiohttp queues a body's error behind the very handler that waits for the body.
+                self._body.set_exception(web.RequestPayloadError("malformed"))
+                self._body.feed_eof()
+            return
+        self._body = body
+        if message.version not in (HttpVersion10, HttpVersion11):
+            # The parser takes any version, and aiohttp answers in it.
+            error = _WrongVersion(is_old=message.version < HttpVersion10)
+            self._messages[index] = (_ErrInfo(status=400, exc=error, message=""), body)
+
+    def _on_partial_header(self, num_bytes: int) -> None:
+        if self._header_timer is None:
+            self._start_header_timer()
+        self._partial_bytes += num_bytes
+        if self._partial_bytes > _MAX_HEADER_BYTES:
+            self._stop_header_timer()
+            self._close_with(_HeaderTooLarge("The header is too long."))
+
+    def _on_header_timeout(self) -> None:
+        self._header_timer = None
+        if self._partial_bytes:
+            self._close_with(RequestTimeout("The header did not arrive in time. Send it again."))
+        else:
+            self.force_close()
+
+    def _close_with(self, error: ServiceError) -> None:
+        if self._waiter is None:
+            # Answers of earlier requests are still to be written; this one would get between them.
+            self.close()
+            return
+        self._write_and_leave(error)
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self._refused = True
+        self._server.num_refused += 1
+        self._write_and_leave(
+            Unavailable("This gateway holds as many connections as it may. Try again.", retry_after_s=1)
+        )
+        if self._server.num_refused > _MAX_LINGERING:
+            self.force_close()
+
+    def _write_and_leave(self, error: ServiceError) -> None:
+        """Answer a connection that has no request, past aiohttp."""
+        assert self.transport is not None
+        self._server.on_refusal(error.status)
+        self.transport.write(_raw_response(error))
+        self._stop_reading()
+        self._loop.call_later(_LINGER_S, self.force_close)
+
+    async def _linger(self) -> None:
+        """Wait until the client has seen the end; it closes, and so cancels this, or the time is over."""
+        if self.transport is not None:
+            self._stop_reading()
+            await asyncio.wait([self._loop.create_future()], timeout=_LINGER_S)
+
+    def _stop_reading(self) -> None:
+        """No more answers: the client reads an end; what it still sends is dropped."""
+        assert self.transport is not None
+        self._close = True
+        self.transport.write_eof()
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self._loop.call_later(self._server.limits.header_timeout_s, self._on_header_timeout)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class _WrongVersion(HttpProcessingError):
+    def __init__(self, *, is_old: bool) -> None:
+        super().__init__()
+        self.is_old = is_old
+
+
+def _error_of(exc: BaseException | None) -> ServiceError:
+    """What to answer where aiohttp's parser (or a bug of ours) refused a request."""
+    if isinstance(exc, LineTooLong):
+        # The parser has one exception for both; what it names is the limit, and ours differ.
+        if exc.args[1] == _MAX_TARGET_BYTES:
+            return _TargetTooLong(f"The request's target has more than {_MAX_TARGET_BYTES} bytes.")
+        return _HeaderTooLarge(f"A line of the header has more than {_MAX_HEADER_LINE_BYTES} bytes.")
+    if isinstance(exc, _WrongVersion) and not exc.is_old:
+        return _VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
+    if isinstance(exc, HttpProcessingError):
+        if exc.message == "Too many headers received":
+            return _HeaderTooLarge(f"The header has more than {_MAX_HEADERS} lines.")
+        if "Invalid HTTP version" in exc.message.partition(":\n\n")[0]:
+            return _VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
+        return BadRequest("This is not an HTTP/1.1 request that this server understands.")
+    return InternalError("This server failed; its log says why.")
+
+
+def _refusal_headers(error: ServiceError) -> dict[str, str]:
+    return {
+        **error_headers(error),
+        "Server": "hedgerow",
+        "X-Request-Id": new_request_id(),
+        "Server-Timing": server_timing(0, 0, 0, 0, 0, 0),
+    }
+
+
+def _raw_response(error: ServiceError) -> bytes:
+    """An answer written past aiohttp, on a connection that has no request to answer."""
+    body = render_error(error)
+    headers = {**_refusal_headers(error), "Content-Length": str(len(body)), "Connection": "close"}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode() + body

@@ -1,0 +1,104 @@
+"""The gateway's process: its listening socket, its event loop, the signals that stop it.
+
+Under a supervisor the socket is inherited (supervisord's fcgi-program passes it as standard input) and outlives this
+process, so that a restart resets no connection: those that come in between wait in its queue. It is closed here, never
+shut down. (SO_REUSEPORT was measured against it: 21 resets in 5,670 connections, against none in 5,001.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable
+
+import uvloop
+
+from common.config import GatewayConfig, api_key_from_environment
+from common.metrics import Metrics, open_metrics
+from gateway.app import Gateway
+from gateway.client import SchedulerClient
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+
+
+def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
+    """Serve until a signal comes; the process's exit status. `on_ready` is called once clients can connect."""
+    try:
+        sock = _inherited_socket() or _bind(config.host, config.port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            logger.error("port %d of %s is taken; stop what uses it, or use another --port", config.port, config.host)  # noqa: TRY400
+        else:
+            logger.error("cannot listen on port %d of %s: %s", config.port, config.host, error.strerror)  # noqa: TRY400
+        return 1
+    metrics = open_metrics(config.run_dir)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, metrics, sock, on_ready))
+
+
+async def _serve(config: GatewayConfig, metrics: Metrics, sock: socket.socket, on_ready: Callable[[], None]) -> int:
+    client = SchedulerClient(config.run_dir, f"gateway-{config.slot}", metrics)
+    gateway = Gateway(config, client, metrics, api_key=api_key_from_environment())
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await gateway.start(sock)
+    logger.info("listening on %s port %d", *sock.getsockname()[:2])
+    on_ready()
+    await stop.wait()
+    logger.info("stopping: nothing more is accepted")
+    draining = asyncio.ensure_future(gateway.drain())
+    hurried = asyncio.ensure_future(stop_now.wait())
+    await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        logger.warning("a second signal: stopping at once")
+        gateway.abort()
+        draining.cancel()
+    hurried.cancel()
+    await gateway.close()
+    logger.info("stopped")
+    return 0 if not stop_now.is_set() else 1
+
+
+def _inherited_socket() -> socket.socket | None:
+    """The listening socket that a supervisor passed as standard input; a copy, so that 0 itself stays as it is."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(0).st_mode):
+            return None
+    except OSError:
+        return None  # there is no standard input
+    sock = socket.socket(fileno=os.dup(0))
+    if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        sock.close()
+        return None
+    sock.setblocking(False)
+    return sock
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        # Here rather than by the loop: of two sockets that are bound with SO_REUSEADDR, only the second listen fails.
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock

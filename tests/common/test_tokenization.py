@@ -1,0 +1,282 @@
+"""Text to token ids: with a word tokenizer made here, and with the real all-MiniLM-L6-v2's."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from common.errors import InternalError, InvalidRequest
+from common.models import find_model
+from common.protocol import ModelFacts
+from common.tokenization import MAX_CHARS_PER_TOKEN, Tokenizer, TruncationRule, load_tokenizer
+from tests.fakes import FACTS
+
+REFUSE = TruncationRule(allowed=False)
+RIGHT = TruncationRule(allowed=True, direction="right")
+LEFT = TruncationRule(allowed=True, direction="left")
+
+
+def facts_of(folder: Path, **changes: object) -> ModelFacts:
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    return dataclasses.replace(FACTS, folder=str(folder), tokenizer_sha256=digest, **changes)
+
+
+def word_tokenizer() -> RustTokenizer:
+    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2} | {f"w{index}": index + 3 for index in range(40)}
+    tokenizer = RustTokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return tokenizer
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{number}" for number in numbers)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of eight tokens a text, two of them special."""
+    folder = tmp_path_factory.mktemp("words")
+    word_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(facts_of(folder, max_tokens=8, vocab_size=43))
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Tokenizer:
+    return Tokenizer(facts_of(find_model("all-MiniLM-L6-v2").path, max_tokens=256, vocab_size=30_522))
+
+
+@pytest.fixture(scope="module")
+def minilm_reference() -> RustTokenizer:
+    return load_tokenizer((find_model("all-MiniLM-L6-v2").path / "tokenizer.json").read_bytes())
+
+
+def encode(tokenizer: Tokenizer, text: str, truncation: TruncationRule = REFUSE) -> list[int]:
+    [ids] = tokenizer.encode([text], truncation)
+    assert ids.dtype == np.int32
+    return ids.tolist()
+
+
+def test_special_tokens_frame_a_text(tokenizer: Tokenizer) -> None:
+    assert encode(tokenizer, "w0 w1 nothing") == [1, 3, 4, 0, 2]
+
+
+def test_a_text_of_exactly_the_limit_is_whole(tokenizer: Tokenizer) -> None:
+    for truncation in (REFUSE, RIGHT, LEFT):
+        assert encode(tokenizer, words(*range(6)), truncation) == [1, 3, 4, 5, 6, 7, 8, 2]
+
+
+def test_truncation_cuts_the_end_and_keeps_the_special_tokens(tokenizer: Tokenizer) -> None:
+    assert encode(tokenizer, words(*range(40)), RIGHT) == [1, 3, 4, 5, 6, 7, 8, 2]
+
+
+def test_truncation_on_the_left_cuts_the_beginning(tokenizer: Tokenizer) -> None:
+    assert encode(tokenizer, words(*range(40)), LEFT) == [1, 37, 38, 39, 40, 41, 42, 2]
+
+
+@pytest.mark.parametrize("truncation", [RIGHT, LEFT], ids=["right", "left"])
+def test_a_text_over_the_character_limit_is_cut_like_any_other(
+    tokenizer: Tokenizer, truncation: TruncationRule
+) -> None:
+    text = words(*(index % 40 for index in range(4000)))
+    assert len(text) > 8 * MAX_CHARS_PER_TOKEN
+    expected = {"right": [1, 3, 4, 5, 6, 7, 8, 2], "left": [1, 37, 38, 39, 40, 41, 42, 2]}[truncation.direction]
+    assert encode(tokenizer, text, truncation) == expected
+
+
+def test_white_space_at_the_cut_asks_for_more_of_the_text(tokenizer: Tokenizer) -> None:
+    text = " " * 5000 + words(*range(10)) + " " * 5000
+    assert encode(tokenizer, text, RIGHT) == [1, 3, 4, 5, 6, 7, 8, 2]
+    assert encode(tokenizer, text, LEFT) == [1, 7, 8, 9, 10, 11, 12, 2]
+
+
+def test_one_long_word_is_one_token(tokenizer: Tokenizer) -> None:
+    assert encode(tokenizer, "x" * 100_000, RIGHT) == [1, 0, 2]
+
+
+@pytest.mark.parametrize(("first_index", "name"), [(None, "input"), (0, "input[1]"), (64, "input[65]")])
+def test_errors_name_the_place_in_the_clients_list(tokenizer: Tokenizer, first_index: int | None, name: str) -> None:
+    texts = [words(*range(7))] if first_index is None else ["w1", words(*range(7))]
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.encode(texts, REFUSE, first_index=first_index)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", name)
+    assert (
+        caught.value.message == f"{name} has 9 tokens; this model takes at most 8. Shorten it, or send truncate: true."
+    )
+
+
+def test_a_text_over_the_character_limit_is_refused_unread(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.encode(["w1", "x" * (8 * MAX_CHARS_PER_TOKEN + 1)], REFUSE)
+    assert (caught.value.code, caught.value.param) == ("input_too_long", "input[1]")
+
+
+def test_a_text_without_any_token_is_empty(tmp_path: Path) -> None:
+    bare = word_tokenizer()
+    bare.post_processor = None
+    bare.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(facts_of(tmp_path, max_tokens=8))
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.encode(["w1", " \n "], REFUSE)
+    assert (caught.value.code, caught.value.param) == ("empty_input", "input[1]")
+
+
+def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    spoiled = word_tokenizer()
+    spoiled.enable_truncation(3)
+    spoiled.enable_padding(length=100)
+    spoiled.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(facts_of(tmp_path, max_tokens=8))
+    assert encode(tokenizer, "w0 w1 w2") == [1, 3, 4, 5, 2]
+
+
+def test_lower_casing_is_done_where_the_model_asks_for_it(folder: Path) -> None:
+    tokenizer = Tokenizer(facts_of(folder, max_tokens=8, lower_case=True))
+    assert encode(tokenizer, "W0 W1") == [1, 3, 4, 2]
+
+
+def test_another_file_than_the_workers_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="not the file that the worker read"):
+        Tokenizer(dataclasses.replace(facts_of(folder), tokenizer_sha256="0" * 64))
+
+
+def test_a_limit_that_special_tokens_fill_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="special tokens alone"):
+        Tokenizer(facts_of(folder, max_tokens=2))
+
+
+def test_a_panic_is_an_error_of_this_request_alone(tmp_path: Path) -> None:
+    broken = RustTokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))  # an unknown token that is not there
+    broken.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(facts_of(tmp_path, max_tokens=8))
+    with pytest.raises(InternalError):
+        tokenizer.encode(["b"], REFUSE)
+    assert encode(tokenizer, "a") == [0]
+
+
+# --- token ids ---
+
+
+def test_ids_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
+    assert tokenizer.check_ids([42, 0, 7], REFUSE, None).tolist() == [42, 0, 7]
+
+
+def test_ids_are_cut_to_the_limit(tokenizer: Tokenizer) -> None:
+    ids = list(range(20))
+    assert tokenizer.check_ids(ids, RIGHT, 0).tolist() == list(range(8))
+    assert tokenizer.check_ids(ids, LEFT, 0).tolist() == list(range(12, 20))
+
+
+@pytest.mark.parametrize(
+    ("ids", "code", "param"),
+    [
+        ([], "empty_input", "input[4]"),
+        ([1, -1], "invalid_token_id", "input[4][1]"),
+        ([1, 43], "invalid_token_id", "input[4][1]"),
+        ([1, 2**70], "invalid_token_id", "input[4][1]"),
+        ([1.0], "invalid_token_id", "input[4][0]"),
+        ([True], "invalid_token_id", "input[4][0]"),
+        ([1, "2"], "invalid_type", "input[4][1]"),
+        ([1, None], "invalid_type", "input[4][1]"),
+        ([[1]], "invalid_type", "input[4][0]"),
+        ([1] * 9, "context_length_exceeded", "input[4]"),
+    ],
+)
+def test_what_is_no_token_id_is_named(tokenizer: Tokenizer, ids: list[object], code: str, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.check_ids(ids, REFUSE, 4)
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+# --- the real one ---
+
+
+def test_minilm_gives_the_ids_that_its_model_was_trained_with(minilm: Tokenizer) -> None:
+    assert encode(minilm, "This is a test.") == [101, 2023, 2003, 1037, 3231, 1012, 102]
+
+
+def test_minilm_takes_256_tokens_and_not_the_128_of_its_file(minilm: Tokenizer) -> None:
+    assert encode(minilm, "word " * 254) == [101, *[2773] * 254, 102]
+    with pytest.raises(InvalidRequest):
+        minilm.encode(["word " * 255], REFUSE)
+
+
+TEXTS = st.lists(
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+    | st.sampled_from(
+        ["...", "don't", "naïve", "\u200b", "word", "antidisestablishmentarianism", "日本語", "👨‍👩‍👧", "[SEP]"]
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=TEXTS, separator=st.sampled_from([" ", "\n", "  ", "\t\n "]), repeat=st.integers(1, 60))
+def test_a_cut_text_has_the_first_or_last_tokens_of_the_whole(
+    minilm: Tokenizer, minilm_reference: RustTokenizer, parts: list[str], separator: str, repeat: int
+) -> None:
+    text = separator.join(parts * repeat)
+    whole = minilm_reference.encode(text, add_special_tokens=False).ids
+    assert encode(minilm, text, RIGHT) == [101, *whole[:254], 102]
+    assert encode(minilm, text, LEFT) == [101, *whole[-254:], 102]
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, RustTokenizer]:
+    """A byte-level BPE without special tokens, as Qwen's and GPT's are: a word's first token holds its space."""
+    rust = RustTokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20] * 5)
+    folder = tmp_path_factory.mktemp("bytes")
+    rust.save(str(folder / "tokenizer.json"))
+    return Tokenizer(facts_of(folder, max_tokens=16)), rust
+
+
+@pytest.mark.parametrize("separator", [" ", "\n", "  "])
+def test_a_byte_level_text_is_cut_where_the_whole_would_be(
+    byte_level: tuple[Tokenizer, RustTokenizer], separator: str
+) -> None:
+    tokenizer, rust = byte_level
+    text = separator.join(["the quick brown fox", "jumps", "over...", "lazy", "dog"] * 200)
+    whole = rust.encode(text).ids
+    assert encode(tokenizer, text, RIGHT) == whole[:16]
+    assert encode(tokenizer, text, LEFT) == whole[-16:]
+
+
+@pytest.mark.slow
+def test_threads_share_a_tokenizer(minilm: Tokenizer) -> None:
+    texts = [" ".join(["word"] * length) for length in range(1, 400, 7)]
+    expected = [ids.tolist() for ids in minilm.encode(texts, RIGHT)]
+    failures: list[object] = []
+
+    def run() -> None:
+        for _ in range(20):
+            rows = [ids.tolist() for ids in minilm.encode(texts, RIGHT)]
+            if rows != expected:
+                failures.append(rows)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

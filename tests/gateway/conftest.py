@@ -1,0 +1,161 @@
+"""A real gateway on a real socket; behind it a scheduler's client that answers by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import uvloop
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from common.config import GatewayConfig
+from common.errors import ServiceError
+from common.metrics import Metrics
+from common.protocol import ModelFacts
+from gateway.app import Gateway
+from gateway.client import Embedded, Readiness
+from tests.fakes import FACTS
+
+DIMENSIONS = 12
+MAX_TOKENS = 16
+VOCAB_SIZE = 64
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """As in the gateway's process."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+def vector(ids: npt.ArrayLike, *, dimensions: int = DIMENSIONS, normalize: bool = True) -> npt.NDArray[np.float32]:
+    """What the stand-in makes of token ids: float32 [dimensions], cut first and normalised then."""
+    digest = hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).digest()
+    row = np.random.default_rng(list(digest)).standard_normal(DIMENSIONS, dtype=np.float32)[:dimensions]
+    return row / np.linalg.norm(row) if normalize else row
+
+
+class Stub:
+    """SchedulerClient's surface, its vectors made on the spot."""
+
+    def __init__(self, facts: ModelFacts | None) -> None:
+        self.facts = facts
+        self.on_facts: Callable[[ModelFacts], None] | None = None
+        self.status = Readiness("ready", 1, 1, "")
+        self.error: ServiceError | None = None
+        self.poison: float | None = None  # a value that every answer gets somewhere
+        self.gate = asyncio.Event()  # submit waits for it
+        self.gate.set()
+        self.entered = asyncio.Event()  # a submit has begun to wait
+        self.cancelled = asyncio.Event()
+        self.submitted: list[dict[str, object]] = []
+
+    def readiness(self) -> Readiness:
+        return self.status
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def submit(
+        self,
+        sequences: list[npt.NDArray[np.int32]],
+        *,
+        dimensions: int,
+        normalize: bool,
+        lane: str,
+        deadline_ns: int,
+    ) -> Embedded:
+        self.submitted.append(
+            {"sequences": [row.tolist() for row in sequences], "lane": lane, "deadline_ns": deadline_ns}
+        )
+        self.entered.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        if self.error is not None:
+            raise self.error
+        rows = np.stack([vector(row, dimensions=dimensions, normalize=normalize) for row in sequences])
+        if self.poison is not None:
+            rows[-1, 0] = self.poison
+        return Embedded(rows.astype(np.float32), queue_us=1500, step_us=2500)
+
+
+@dataclasses.dataclass
+class Running:
+    port: int
+    stub: Stub
+    gateway: Gateway
+
+
+Serve = Callable[..., Awaitable[Running]]
+
+
+@pytest.fixture(scope="session")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
+    """A model whose tokenizer knows the words w0 … w59, and frames a text with [CLS] and [SEP]."""
+    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3} | {f"w{index}": index + 4 for index in range(60)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    folder: Path = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return dataclasses.replace(
+        FACTS,
+        name="tiny",
+        folder=str(folder),
+        tokenizer_sha256=hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
+        dimensions=DIMENSIONS,
+        max_tokens=MAX_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        prompts={"query": "w1 w2 ", "document": ""},
+        default_prompt_name=None,
+    )
+
+
+@pytest.fixture
+async def serve(facts: ModelFacts, metrics: Metrics, run_dir: str) -> AsyncIterator[Serve]:
+    """Starts gateways: `await serve(max_inputs=3)` gives one with its configuration changed so."""
+    running: list[Gateway] = []
+    (Path(run_dir) / "metrics").mkdir(parents=True)
+
+    async def start(
+        *, served: ModelFacts | None = facts, api_key: str | None = None, **changes: int | bool | str
+    ) -> Running:
+        stub = Stub(served)
+        config = GatewayConfig(run_dir=run_dir, **{"drain_timeout_s": 5} | changes)
+        gateway = Gateway(config, stub, metrics, api_key=api_key)
+        sock = listening_socket()
+        port = sock.getsockname()[1]
+        await gateway.start(sock)
+        running.append(gateway)
+        if served is not None:
+            await gateway.wait_loaded()
+        return Running(port, stub, gateway)
+
+    yield start
+    for gateway in running:
+        await gateway.close()
+
+
+@pytest.fixture
+async def server(serve: Serve) -> Running:
+    return await serve()
+
+
+def listening_socket() -> socket.socket:
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,322 @@
+"""The connection: time limits, caps, what is no HTTP, stopping. Runs on small limits of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from aiohttp import web
+
+from gateway.http import HttpLimits, Server
+from tests.gateway.conftest import Serve, listening_socket
+from tests.gateway.wire import Wire, ask, embed, request_bytes
+
+EMBED = request_bytes("POST", "/v1/embeddings", b'{"input":"w1"}')
+CHUNKED = (
+    b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+class Bare:
+    """A Server around a handler that says `ok`, once its gate is open."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.refusals: list[int] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entered = asyncio.Event()
+        self.closes = False
+        self.body = b"ok"
+        self.server = Server(self.handle, limits, self.refusals.append)
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        self.entered.set()
+        await self.gate.wait()
+        response = web.Response(body=self.body)
+        if self.closes:
+            response.force_close()
+        return response
+
+
+@pytest.fixture
+async def bare() -> AsyncIterator[Callable]:
+    listeners: list[tuple[asyncio.Server, Bare]] = []
+
+    async def start(**changes: float) -> tuple[Bare, int]:
+        bare = Bare(HttpLimits(**{"header_timeout_s": 10, "keepalive_timeout_s": 75, "max_connections": 100} | changes))
+        sock = listening_socket()
+        listener = await asyncio.get_running_loop().create_server(bare.server, sock=sock)
+        listeners.append((listener, bare))
+        return bare, sock.getsockname()[1]
+
+    yield start
+    for listener, bare in listeners:
+        listener.close()
+        bare.server.abort()
+
+
+# --- time ---
+
+
+async def test_a_silent_connection_is_closed_without_an_answer(bare: Callable) -> None:
+    _, port = await bare(header_timeout_s=0.05)
+    wire = await Wire.connect(port)
+    assert await wire.rest() == b""
+    await wire.close()
+
+
+@pytest.mark.parametrize("start", [b"G", b"GET / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r"])
+async def test_a_header_that_does_not_end_is_408(bare: Callable, start: bytes) -> None:
+    server, port = await bare(header_timeout_s=0.05)
+    wire = await Wire.connect(port)
+    await wire.send(start)
+    answer = await wire.answer()
+    assert (answer.version, answer.status, answer.error["code"]) == ("HTTP/1.1", 408, "request_timeout")
+    assert answer.headers["connection"] == "close"
+    assert {"x-request-id", "server-timing"} <= answer.headers.keys()
+    assert await wire.rest() == b""
+    assert server.refusals == [408]
+    await wire.close()
+
+
+async def test_a_second_request_that_does_not_end_is_408(bare: Callable) -> None:
+    _, port = await bare(header_timeout_s=0.05)
+    wire = await Wire.connect(port)
+    await wire.send(request_bytes("GET", "/"))
+    assert (await wire.answer()).status == 200
+    await wire.send(b"GET / HT")
+    assert (await wire.answer()).status == 408
+    await wire.close()
+
+
+async def test_a_header_in_pieces_is_served(bare: Callable) -> None:
+    _, port = await bare()
+    wire = await Wire.connect(port)
+    for byte in request_bytes("GET", "/"):
+        await wire.send(bytes([byte]))
+    assert (await wire.answer()).status == 200
+    await wire.close()
+
+
+async def test_a_connection_is_kept_for_the_keepalive_time_and_no_longer(bare: Callable) -> None:
+    _, port = await bare(keepalive_timeout_s=0.1, header_timeout_s=0.05)
+    wire = await Wire.connect(port)
+    await wire.send(request_bytes("GET", "/"))
+    assert "connection" not in (await wire.answer()).headers
+    begin = asyncio.get_running_loop().time()
+    assert await wire.rest() == b""
+    assert 0.09 < asyncio.get_running_loop().time() - begin < 1
+    await wire.close()
+
+
+@pytest.mark.slow
+async def test_a_body_that_does_not_end_is_408(serve: Serve) -> None:
+    running = await serve(body_timeout_s=1)
+    for head in (request_bytes("POST", "/v1/embeddings", b'{"inp', {"Content-Length": "99"}), CHUNKED + b"5\r\n{"):
+        wire = await Wire.connect(running.port)
+        await wire.send(head)
+        answer = await wire.answer()
+        assert (answer.status, answer.error["code"], answer.headers["connection"]) == (408, "request_timeout", "close")
+        await wire.close()
+
+
+async def test_a_thousand_requests_go_over_one_connection(bare: Callable) -> None:
+    _, port = await bare()
+    wire = await Wire.connect(port)
+    for _ in range(1000):
+        await wire.send(request_bytes("GET", "/"))
+        assert (await wire.answer()).body == b"ok"
+    await wire.close()
+
+
+async def test_pipelined_requests_are_answered_in_their_order(serve: Serve) -> None:
+    running = await serve()
+    wire = await Wire.connect(running.port)
+    requests = [request_bytes("POST", "/v1/embeddings", json.dumps({"input": ["w1"] * n}).encode()) for n in (3, 1, 2)]
+    await wire.send(b"".join(requests))
+    assert [len((await wire.answer()).json["data"]) for _ in requests] == [3, 1, 2]
+    await wire.close()
+
+
+# --- caps ---
+
+
+async def test_a_connection_over_the_cap_is_503_and_the_next_one_is_served(bare: Callable) -> None:
+    _, port = await bare(max_connections=1)
+    first = await Wire.connect(port)
+    await first.send(request_bytes("GET", "/"))
+    assert (await first.answer()).status == 200
+    second = await Wire.connect(port)
+    await second.send(request_bytes("GET", "/"))
+    answer = await second.answer()
+    assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "no_capacity", "1")
+    assert await second.rest() == b""
+    await second.close()
+    await first.send(request_bytes("GET", "/", headers={"Connection": "close"}))
+    assert (await first.answer()).status == 200
+    assert await first.rest() == b""
+    await first.close()
+    assert (await ask(port, "GET", "/")).status == 200
+
+
+async def test_a_declared_body_over_the_cap_is_413_before_it_is_sent(serve: Serve) -> None:
+    running = await serve(max_body_bytes=1000)
+    wire = await Wire.connect(running.port)
+    await wire.send(request_bytes("POST", "/v1/embeddings", b"", {"Content-Length": "10000000000"}))
+    answer = await wire.answer()
+    assert (answer.status, answer.error["code"], answer.headers["connection"]) == (413, "body_too_large", "close")
+    await wire.close()
+
+
+async def test_a_body_at_the_cap_is_read(serve: Serve) -> None:
+    running = await serve(max_body_bytes=1000)
+    body = b'{"input":"w1"}'.ljust(1000)
+    assert (await ask(running.port, "POST", "/v1/embeddings", body)).status == 200
+    assert (await ask(running.port, "POST", "/v1/embeddings", body + b" ")).status == 413
+
+
+async def test_a_client_that_still_sends_gets_to_read_the_413(serve: Serve) -> None:
+    running = await serve(max_body_bytes=1000)
+    wire = await Wire.connect(running.port)
+    body = b" " * 4_000_000
+    await wire.send(request_bytes("POST", "/v1/embeddings", body))
+    assert (await wire.answer()).status == 413
+    await wire.close()
+
+
+async def test_a_large_body_in_packets_leaves_the_connection_open(serve: Serve) -> None:
+    running = await serve()
+    body = b'{"input":"w1"}'.ljust(2_000_000)
+    wire = await Wire.connect(running.port)
+    for _ in range(3):
+        await wire.send(request_bytes("POST", "/v1/embeddings", body))
+        answer = await wire.answer()
+        assert (answer.status, answer.headers.get("connection")) == (200, None)
+    await wire.close()
+
+
+async def test_a_chunked_body_is_served(serve: Serve) -> None:
+    running = await serve()
+    body = b'{"input":"w5 w6"}'
+    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    wire = await Wire.connect(running.port)
+    await wire.send(CHUNKED + pieces + b"0\r\n\r\n")
+    assert (await wire.answer()).json["usage"]["total_tokens"] == 4
+    await wire.send(EMBED)
+    assert (await wire.answer()).status == 200
+    await wire.close()
+
+
+async def test_a_body_is_asked_for_where_the_client_waits(serve: Serve) -> None:
+    running = await serve()
+    body = b'{"input":"w1"}'
+    wire = await Wire.connect(running.port)
+    await wire.send(request_bytes("POST", "/v1/embeddings", b"", {"Content-Length": "14", "Expect": "100-continue"}))
+    assert (await wire.answer()).status == 100
+    await wire.send(body)
+    assert (await wire.answer()).status == 200
+    await wire.close()
+
+
+async def test_a_chunk_that_breaks_later_ends_the_handlers_wait(serve: Serve) -> None:
+    running = await serve()
+    wire = await Wire.connect(running.port)
+    await wire.send(CHUNKED + b"9\r\n" + b'{"input":' + b"\r\n")
+    await asyncio.sleep(0.02)  # so that the handler waits for the rest when it comes
+    await wire.send(b"zz\r\n")
+    answer = await wire.answer()
+    assert (answer.status, answer.error["code"], answer.headers["connection"]) == (400, "bad_request", "close")
+    assert await wire.rest() == b""
+    await wire.close()
+
+
+async def test_a_header_without_end_is_431(bare: Callable) -> None:
+    _, port = await bare()
+    wire = await Wire.connect(port)
+    await wire.send(b"GET / HTTP/1.1\r\nHost: x\r\n")
+    for index in range(6):
+        await asyncio.sleep(0.005)
+        await wire.send(b"X-%d: " % index + b"a" * 15_000 + b"\r\n")
+    assert (await wire.answer()).status == 431
+    await wire.close()
+
+
+async def test_an_answer_that_is_not_read_is_cut_off(bare: Callable) -> None:
+    server, port = await bare(write_timeout_s=0.05)
+    server.body = b"x" * 50_000_000
+    wire = await Wire.connect(port)
+    await wire.send(request_bytes("GET", "/"))
+    async with asyncio.timeout(5):
+        while server.server.connections:
+            await asyncio.sleep(0.01)
+    assert len(await wire.rest()) < 50_000_000
+    await wire.close()
+
+
+# --- stopping ---
+
+
+async def test_draining_answers_what_runs_and_closes_what_is_idle_at_once(bare: Callable) -> None:
+    server, port = await bare(drain_grace_s=0.01)
+    idle = await Wire.connect(port)
+    await idle.send(request_bytes("GET", "/"))
+    await idle.answer()
+    server.gate.clear()
+    server.entered.clear()
+    busy = await Wire.connect(port)
+    await busy.send(request_bytes("GET", "/"))
+    await server.entered.wait()
+    server.closes = True
+    drained = asyncio.ensure_future(server.server.drain(5))
+    assert await idle.rest() == b""
+    assert not drained.done()
+    server.gate.set()
+    answer = await busy.answer()
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+    assert await drained is True
+    await idle.close()
+    await busy.close()
+
+
+async def test_a_request_on_its_way_while_draining_is_still_answered(serve: Serve) -> None:
+    running = await serve()
+    wire = await Wire.connect(running.port)
+    await wire.send(EMBED)
+    await wire.answer()
+    drained = asyncio.ensure_future(running.gateway.drain())
+    await asyncio.sleep(0)
+    ready = await asyncio.gather(_on(wire, request_bytes("GET", "/ready")))
+    assert (ready[0].status, ready[0].json["status"], ready[0].headers["connection"]) == (503, "draining", "close")
+    await drained
+    await wire.close()
+
+
+async def test_draining_cuts_off_what_does_not_finish(bare: Callable) -> None:
+    server, port = await bare()
+    server.gate.clear()
+    wire = await Wire.connect(port)
+    await wire.send(request_bytes("GET", "/"))
+    await server.entered.wait()
+    assert await server.server.drain(0.05) is False
+    assert await wire.rest() == b""
+    await wire.close()
+
+
+async def test_a_handler_that_raises_is_a_500_that_tells_nothing(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = await serve()
+    running.stub.error = ZeroDivisionError("secret")
+    answer = await embed(running.port, {"input": "w1"}, {"X-Request-Id": "find-me"})
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert b"secret" not in answer.body
+    assert "find-me" in caplog.text
+    running.stub.error = None
+    assert (await embed(running.port, {"input": "w1"})).status == 200
+
+
+async def _on(wire: Wire, data: bytes):  # noqa: ANN202
+    await wire.send(data)
+    return await wire.answer()

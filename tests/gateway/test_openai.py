@@ -1,0 +1,334 @@
+"""/v1/embeddings: what a good request is answered with."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from common.errors import DeadlineExceeded, NonfiniteOutput, Overloaded, Unavailable
+from common.metrics import Metrics
+from common.protocol import ModelFacts
+from common.transport import now_ns
+from gateway.schema import is_served
+from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector
+from tests.gateway.wire import Wire, ask, embed, request_bytes
+
+# The ids of "w5 w6" in the tiny tokenizer.
+W5_W6 = [1, 9, 10, 2]
+
+
+def embeddings(body: dict) -> list[list[float]]:
+    return [item["embedding"] for item in body["data"]]
+
+
+async def test_a_text_is_answered_in_the_form_that_openai_clients_read(server: Running) -> None:
+    answer = await embed(server.port, {"input": "w5 w6", "model": "tiny"})
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json == {
+        "object": "list",
+        "model": "tiny",
+        "data": [{"object": "embedding", "index": 0, "embedding": [pytest.approx(x) for x in vector(W5_W6).tolist()]}],
+        "usage": {"prompt_tokens": 4, "total_tokens": 4},
+    }
+
+
+async def test_floats_are_the_shortest_decimals_that_give_float32_back(server: Running) -> None:
+    answer = await embed(server.port, {"input": "w5 w6"})
+    numbers = answer.body.partition(b'"embedding":[')[2].partition(b"]")[0].decode().split(",")
+    assert np.array(numbers, dtype=np.float32).tobytes() == vector(W5_W6).tobytes()
+    assert max(len(number.lstrip("-").lstrip("0.").replace("e-", "")) for number in numbers) <= 10
+
+
+async def test_every_shape_of_input_gives_the_same_vector(server: Running) -> None:
+    shapes = ("w5 w6", ["w5 w6"], W5_W6, [W5_W6])
+    rows = [embeddings((await embed(server.port, {"input": shape})).json) for shape in shapes]
+    np.testing.assert_allclose(rows, [[vector(W5_W6)]] * 4, rtol=1e-6)
+
+
+async def test_answers_keep_the_order_of_the_inputs(server: Running) -> None:
+    texts = [f"w{index % 60} w{index // 60}" for index in range(300)]
+    body = (await embed(server.port, {"input": texts})).json
+    assert [item["index"] for item in body["data"]] == list(range(300))
+    expected = [vector([1, index % 60 + 4, index // 60 + 4, 2]) for index in range(300)]
+    np.testing.assert_allclose(embeddings(body), expected, rtol=1e-6)
+    assert body["usage"] == {"prompt_tokens": 1200, "total_tokens": 1200}
+
+
+async def test_base64_holds_little_endian_float32(server: Running) -> None:
+    body = (await embed(server.port, {"input": ["w5 w6", "w7"], "encoding_format": "base64"})).json
+    rows = [np.frombuffer(base64.b64decode(text), dtype="<f4") for text in embeddings(body)]
+    np.testing.assert_array_equal(rows, [vector(W5_W6), vector([1, 11, 2])])
+
+
+async def test_the_raw_matrix_is_served_to_whom_it_is_acceptable(server: Running) -> None:
+    answer = await embed(server.port, {"input": ["w5 w6", "w7"]}, {"Accept": "application/octet-stream"})
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert answer.headers["x-embedding-shape"] == f"2,{DIMENSIONS}"
+    assert answer.headers["x-embedding-dtype"] == "float32"
+    rows = np.frombuffer(answer.body, dtype="<f4").reshape(2, DIMENSIONS)
+    np.testing.assert_array_equal(rows, [vector(W5_W6), vector([1, 11, 2])])
+
+
+async def test_a_large_answer_is_the_same_as_its_parts(serve: Serve, facts: ModelFacts) -> None:
+    running = await serve()
+    body = (await embed(running.port, {"input": [[index % 60 + 4, 5] for index in range(2048)]})).json
+    small = (await embed(running.port, {"input": [[index + 4, 5] for index in range(60)]})).json
+    assert embeddings(body)[60:120] == embeddings(small)
+    assert len(embeddings(body)) == 2048
+
+
+async def test_dimensions_cut_the_vector_and_normalise_it_again(server: Running) -> None:
+    row = embeddings((await embed(server.port, {"input": "w5 w6", "dimensions": 3})).json)[0]
+    np.testing.assert_allclose(row, vector(W5_W6, dimensions=3), rtol=1e-6)
+    assert np.linalg.norm(row) == pytest.approx(1, abs=1e-6)
+
+
+async def test_normalize_false_gives_the_vector_as_the_model_made_it(server: Running) -> None:
+    row = embeddings((await embed(server.port, {"input": "w5 w6", "normalize": False})).json)[0]
+    np.testing.assert_allclose(row, vector(W5_W6, normalize=False), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"encoding_format": None, "dimensions": None, "user": None, "stream": None, "prompt": None, "truncate": None},
+        {"user": "u1"},
+        {"user": "u" * 256},
+        {"stream": False, "metadata": {"a": [1]}, "priority": 3, "timeout": 5},
+        {"model": "tiny"},
+        {"model": "some-org/tiny"},
+        {"lane": "backfill"},
+        {"encoding_format": "float"},
+        {"dimensions": DIMENSIONS},
+    ],
+    ids=lambda extra: "-".join(extra),
+)
+async def test_what_clients_send_along_changes_no_vector(server: Running, extra: dict[str, object]) -> None:
+    answer = await embed(server.port, {"input": "w5 w6", **extra})
+    assert answer.status == 200, answer.body
+    np.testing.assert_allclose(embeddings(answer.json), [vector(W5_W6)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "expected"),
+    [
+        ("all-MiniLM-L6-v2", "all-MiniLM-L6-v2", True),
+        ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2", True),
+        ("bge-m3", "BAAI/bge-m3", True),
+        ("BAAI/bge-m3", "BAAI/bge-m3", True),
+        ("baai/bge-m3", "BAAI/bge-m3", False),
+        ("other/bge-m3", "BAAI/bge-m3", False),
+        ("all-minilm-l6-v2", "all-MiniLM-L6-v2", False),
+        ("a/b/all-MiniLM-L6-v2", "all-MiniLM-L6-v2", False),
+        ("../all-MiniLM-L6-v2", "all-MiniLM-L6-v2", False),
+        ("/all-MiniLM-L6-v2", "all-MiniLM-L6-v2", False),
+        ("all-MiniLM-L6-v2/", "all-MiniLM-L6-v2", False),
+        ("", "all-MiniLM-L6-v2", False),
+    ],
+)
+def test_a_model_is_known_with_and_without_its_organisation(model: str, name: str, expected: bool) -> None:
+    assert is_served(model, name) is expected
+
+
+async def test_a_prompt_goes_before_every_text_and_counts_as_tokens(server: Running) -> None:
+    expected = vector([1, 5, 6, 9, 2])
+    for field in ({"prompt_name": "query"}, {"prompt": "w1 w2 "}):
+        body = (await embed(server.port, {"input": ["w5"], **field})).json
+        np.testing.assert_allclose(embeddings(body), [expected], rtol=1e-6)
+        assert body["usage"]["prompt_tokens"] == 5
+
+
+async def test_the_checkpoints_default_prompt_is_used_until_another_is_named(serve: Serve, facts: ModelFacts) -> None:
+    running = await serve(served=dataclasses.replace(facts, default_prompt_name="query"))
+    default = (await embed(running.port, {"input": "w5"})).json
+    named = (await embed(running.port, {"input": "w5", "prompt_name": "document"})).json
+    empty = (await embed(running.port, {"input": "w5", "prompt": ""})).json
+    ids = (await embed(running.port, {"input": [1, 9, 2]})).json
+    assert [body["usage"]["prompt_tokens"] for body in (default, named, empty, ids)] == [5, 3, 3, 3]
+
+
+@pytest.mark.parametrize("shape", ["string", "list", "second", "ids"])
+@pytest.mark.parametrize(("direction", "first_word"), [("right", 0), ("left", 26)])
+async def test_truncation_keeps_the_special_tokens_in_every_shape(
+    server: Running, shape: str, direction: str, first_word: int
+) -> None:
+    text = " ".join(f"w{index}" for index in range(40))
+    inputs = {"string": text, "list": [text], "second": ["w1", text], "ids": list(range(4, 44))}
+    answer = await embed(server.port, {"input": inputs[shape], "truncate": True, "truncation_direction": direction})
+    assert answer.status == 200, answer.body
+    kept = list(range(first_word + 4, first_word + 18))
+    ids = {"right": list(range(4, 20)), "left": list(range(28, 44))}[direction]
+    expected = ids if shape == "ids" else [1, *kept, 2]
+    assert server.stub.submitted[-1]["sequences"][-1] == expected
+    assert len(expected) == MAX_TOKENS
+
+
+async def test_with_truncation_a_text_of_any_length_is_served(server: Running) -> None:
+    answer = await embed(server.port, {"input": "w5 " * 100_000, "truncate": True})
+    assert answer.status == 200
+    assert server.stub.submitted[-1]["sequences"] == [[1, *[9] * 14, 2]]
+
+
+async def test_auto_truncate_is_the_default_and_no_more(serve: Serve) -> None:
+    running = await serve(auto_truncate=True)
+    long = "w5 " * 40
+    assert (await embed(running.port, {"input": long})).status == 200
+    assert (await embed(running.port, {"input": long, "truncate": False})).status == 400
+
+
+async def test_odd_texts_are_texts(server: Running) -> None:
+    texts = [" ", "\n\t", "\x00", "\u200b", "👨‍👩‍👧", "שלום", "e\u0301" * 200, "[SEP]"]
+    for text in texts:
+        assert (await embed(server.port, {"input": text})).status == 200, text
+
+
+async def test_the_last_of_two_equal_keys_wins(server: Running) -> None:
+    answer = await ask(server.port, "POST", "/v1/embeddings", b'{"input":"w1","input":"w5 w6"}')
+    np.testing.assert_allclose(embeddings(answer.json), [vector(W5_W6)], rtol=1e-6)
+
+
+async def test_one_trailing_slash_is_served(server: Running) -> None:
+    assert (await ask(server.port, "POST", "/v1/embeddings/", b'{"input":"w1"}')).status == 200
+
+
+async def test_the_lane_and_the_deadline_reach_the_scheduler(server: Running) -> None:
+    before = now_ns()
+    await embed(server.port, {"input": "w1", "lane": "backfill"}, {"X-Request-Timeout-Ms": "1234"})
+    await embed(server.port, {"input": "w1"})
+    await embed(server.port, {"input": "w1"}, {"X-Request-Timeout-Ms": "999999999999"})
+    first, second, third = server.stub.submitted
+    assert (first["lane"], second["lane"]) == ("backfill", "online")
+    assert [(call["deadline_ns"] - before) // 10**9 for call in (first, second, third)] == [1, 60, 600]
+
+
+async def test_the_answer_says_where_its_time_went(server: Running) -> None:
+    answer = await embed(server.port, {"input": "w1"}, {"X-Request-Id": "mine-1"})
+    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    assert list(timing) == ["parse", "tokenize", "queue", "step", "render", "total"]
+    assert (timing["queue"], timing["step"]) == ("1.500", "2.500")
+    assert float(timing["total"]) > float(timing["tokenize"]) > 0
+    assert answer.headers["x-request-id"] == "mine-1"
+    assert answer.headers["x-model-fingerprint"] == "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "headers"),
+    [
+        (Overloaded("full", retry_after_s=0.25), 429, "overloaded", {"retry-after": "1", "retry-after-ms": "250"}),
+        (Overloaded("full", retry_after_s=2.1), 429, "overloaded", {"retry-after": "3", "retry-after-ms": "2100"}),
+        (Unavailable("none"), 503, "no_capacity", {"retry-after": "1", "retry-after-ms": "1000"}),
+        (DeadlineExceeded("late"), 504, "deadline_exceeded", {}),
+        (NonfiniteOutput("nan", param="input[0]"), 500, "nonfinite_output", {"x-should-retry": "false"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+async def test_what_the_scheduler_refuses_is_told_with_when_to_come_back(
+    server: Running, error: Exception, status: int, code: str, headers: dict[str, str]
+) -> None:
+    server.stub.error = error
+    answer = await embed(server.port, {"input": ["w1"]})
+    assert (answer.status, answer.error["code"]) == (status, code)
+    told = {"retry-after", "retry-after-ms", "x-should-retry"}
+    assert {name: value for name, value in answer.headers.items() if name in told} == headers
+    assert "server-timing" in answer.headers
+
+
+async def test_a_row_that_is_not_finite_is_an_error_and_never_a_null(server: Running) -> None:
+    server.stub.poison = float("nan")
+    answer = await embed(server.port, {"input": ["w1", "w2"]})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (500, "nonfinite_output", "input[1]")
+    lone = await embed(server.port, {"input": "w1"})
+    assert lone.error["param"] == "input"
+
+
+async def test_requests_that_are_tokenized_together_each_get_their_own_answer(server: Running) -> None:
+    def fields(index: int) -> dict[str, object]:
+        if index % 10 == 3:
+            return {"input": ["w1", "w1 " * MAX_TOKENS]}
+        return {"input": f"w{index % 60} w5", "truncate": index % 3 == 0, "prompt": "w1 " if index % 4 == 0 else None}
+
+    answers = await asyncio.gather(*(embed(server.port, fields(index)) for index in range(100)))
+    for index, answer in enumerate(answers):
+        if index % 10 == 3:
+            assert answer.error["param"] == "input[1]"
+        else:
+            prompt = [5] if index % 4 == 0 else []
+            expected = vector([1, *prompt, index % 60 + 4, 9, 2])
+            np.testing.assert_allclose(embeddings(answer.json), [expected], rtol=1e-6)
+
+
+async def test_more_requests_than_may_run_are_told_to_come_back(serve: Serve) -> None:
+    running = await serve(max_concurrent_requests=1)
+    running.stub.gate.clear()
+    wire = await Wire.connect(running.port)
+    await wire.send(request_bytes("POST", "/v1/embeddings", b'{"input":"w1"}'))
+    await running.stub.entered.wait()
+    assert (await embed(running.port, {"input": "w2"})).status == 429
+    assert (await ask(running.port, "GET", "/health")).status == 200
+    running.stub.gate.set()
+    assert (await wire.answer()).status == 200
+    assert (await embed(running.port, {"input": "w2"})).status == 200
+    await wire.close()
+
+
+async def test_a_client_that_leaves_cancels_its_work(server: Running, metrics: Metrics) -> None:
+    before = metrics.clients_gone._value.get()
+    server.stub.gate.clear()
+    wire = await Wire.connect(server.port)
+    await wire.send(request_bytes("POST", "/v1/embeddings", b'{"input":"w1"}'))
+    await server.stub.entered.wait()
+    await wire.close()
+    await server.stub.cancelled.wait()
+    assert metrics.clients_gone._value.get() == before + 1
+    server.stub.gate.set()
+    assert (await embed(server.port, {"input": "w1"})).status == 200
+
+
+async def test_without_a_model_requests_are_told_to_come_back(serve: Serve, facts: ModelFacts) -> None:
+    running = await serve(served=None)
+    answer = await embed(running.port, {"input": "w1"})
+    assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "no_capacity", "1")
+    running.stub.on_facts(facts)
+    await running.gateway.wait_loaded()
+    assert (await embed(running.port, {"input": "w1"})).status == 200
+
+
+async def test_a_tokenizer_file_that_was_changed_is_not_used(serve: Serve, facts: ModelFacts) -> None:
+    running = await serve(served=dataclasses.replace(facts, tokenizer_sha256="0" * 64))
+    assert (await embed(running.port, {"input": "w1"})).status == 503
+    ready = await ask(running.port, "GET", "/ready")
+    assert (ready.status, ready.json["status"]) == (503, "unavailable")
+    assert facts.folder not in ready.body.decode()
+
+
+async def test_tokens_are_counted_over_the_whole_request(serve: Serve) -> None:
+    running = await serve(max_request_tokens=1600)
+    body = json.dumps({"input": [[5] * 16] * 101}).encode()
+    answer = await ask(running.port, "POST", "/v1/embeddings", body)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "too_many_tokens", "input")
+    assert running.stub.submitted == []
+    body = json.dumps({"input": [[5] * 16] * 100}).encode()
+    assert (await ask(running.port, "POST", "/v1/embeddings", body)).status == 200
+
+
+@pytest.mark.slow
+async def test_the_openai_client_gets_its_vectors(server: Running) -> None:
+    openai = pytest.importorskip("openai")
+    async with openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0
+    ) as client:
+        answer = await client.embeddings.create(model="tiny", input=["w5 w6", "w7"])
+        floats = await client.embeddings.create(model="tiny", input="w5 w6", encoding_format="float", dimensions=3)
+        models = [model.id async for model in client.models.list()]
+        with pytest.raises(openai.NotFoundError, match="not served here"):
+            await client.embeddings.create(model="other", input="w5")
+    np.testing.assert_allclose([item.embedding for item in answer.data], [vector(W5_W6), vector([1, 11, 2])], rtol=1e-6)
+    np.testing.assert_allclose(floats.data[0].embedding, vector(W5_W6, dimensions=3), rtol=1e-6)
+    assert answer.usage.total_tokens == 7
+    assert models == ["tiny"]

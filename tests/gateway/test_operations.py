@@ -1,0 +1,153 @@
+"""Health, readiness, models, info, metrics, keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.metrics import Metrics
+from common.protocol import ModelFacts
+from gateway.client import Readiness
+from tests.gateway.conftest import DIMENSIONS, Running, Serve
+from tests.gateway.wire import ask, embed
+
+BEARER = {"Authorization": "Bearer sesame"}
+
+
+async def test_health_is_alive_without_a_model(serve: Serve) -> None:
+    running = await serve(served=None)
+    answer = await ask(running.port, "GET", "/health")
+    assert (answer.status, answer.json) == (200, {"status": "alive"})
+    assert {"x-request-id", "server-timing"} <= answer.headers.keys()
+
+
+async def test_ready_tells_workers_and_model(server: Running) -> None:
+    answer = await ask(server.port, "GET", "/ready")
+    assert answer.status == 200
+    assert answer.json == {"status": "ready", "workers": {"ready": 1, "total": 1}, "model": "tiny"}
+
+
+@pytest.mark.parametrize("status", ["starting", "draining", "unavailable"])
+async def test_not_ready_is_503_with_the_reason(server: Running, status: str) -> None:
+    server.stub.status = Readiness(status, 0, 2, "No worker is ready.")
+    answer = await ask(server.port, "GET", "/ready")
+    assert answer.status == 503
+    assert answer.headers["retry-after"] == "1"
+    expected = {"status": status, "workers": {"ready": 0, "total": 2}, "model": "tiny", "reason": "No worker is ready."}
+    assert answer.json == expected
+
+
+async def test_a_worker_without_a_tokenizer_is_not_ready(serve: Serve) -> None:
+    running = await serve(served=None)
+    answer = await ask(running.port, "GET", "/ready")
+    assert (answer.status, answer.json["status"], answer.json["model"]) == (503, "starting", None)
+
+
+async def test_the_model_is_listed(server: Running) -> None:
+    answer = await ask(server.port, "GET", "/v1/models")
+    [model] = answer.json["data"]
+    assert answer.json["object"] == "list"
+    assert model == {"id": "tiny", "object": "model", "created": model["created"], "owned_by": "hedgerow"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/models/tiny", 200),
+        ("/v1/models/tiny/", 200),
+        ("/v1/models/some-org/tiny", 200),
+        ("/v1/models/some-org%2Ftiny", 200),
+        ("/v1/models/Tiny", 404),
+        ("/v1/models/..%2ftiny", 404),
+        ("/v1/models/", 200),
+    ],
+)
+async def test_a_model_is_found_under_its_names(server: Running, path: str, status: int) -> None:
+    answer = await ask(server.port, "GET", path)
+    assert answer.status == status
+    if status == 404:
+        assert answer.error["code"] == "model_not_found"
+
+
+async def test_info_tells_the_models_facts_but_not_its_place(server: Running, facts: ModelFacts) -> None:
+    answer = await ask(server.port, "GET", "/info")
+    assert answer.json["model"]["dimensions"] == DIMENSIONS
+    assert answer.json["model"]["prompts"] == ["document", "query"]
+    assert answer.json["limits"]["max_inputs"] == 2048
+    assert str(Path(facts.folder).parent) not in answer.body.decode()
+
+
+async def test_metrics_count_by_pattern_and_never_by_what_clients_send(server: Running, metrics: Metrics) -> None:
+    for index in range(30):
+        await ask(server.port, "GET", f"/made-up-{index}")
+        await ask(server.port, "GET", f"/v1/models/made-up-{index}")
+        await embed(server.port, {"input": "w1", "model": f"made-up-{index}", "user": f"u{index}"})
+    await embed(server.port, {"input": ["w1", "w2"]})
+    labels = {
+        (sample.labels["route"], sample.labels["status"])
+        for metric in metrics.requests.collect()
+        for sample in metric.samples
+    }
+    assert {("unknown", "404"), ("/v1/models/{id}", "404"), ("/v1/embeddings", "404")} <= labels
+    assert not [route for route, _ in labels if "made-up" in route]
+
+
+async def test_metrics_are_the_prometheus_text(server: Running) -> None:
+    answer = await ask(server.port, "GET", "/metrics")
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def test_head_is_answered_without_a_body(server: Running) -> None:
+    answer = await ask(server.port, "HEAD", "/info", headers={"Connection": "close"})
+    assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+
+
+# --- keys ---
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer sesame"},
+        {"Authorization": "bearer sesame"},
+        {"Authorization": "Bearer  sesame"},
+        {"x-api-key": "sesame"},
+    ],
+    ids=["bearer", "lower case", "two spaces", "x-api-key"],
+)
+async def test_the_right_key_is_let_in(serve: Serve, headers: dict[str, str]) -> None:
+    running = await serve(api_key="sesame")
+    assert (await embed(running.port, {"input": "w1"}, headers)).status == 200
+
+
+@pytest.mark.parametrize("target", ["/v1/embeddings", "/v1/models", "/info", "/made-up", "//v1/embeddings", "/Health"])
+async def test_everything_needs_the_key(serve: Serve, target: str) -> None:
+    running = await serve(api_key="sesame")
+    for method in ("GET", "POST", "HEAD", "PUT"):
+        answer = await ask(running.port, method, target, headers={"Connection": "close"})
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize(
+    ("target", "status"), [("/health", 200), ("/ready", 200), ("/metrics", 200), ("/", 404), ("/health/", 401)]
+)
+async def test_what_is_open_with_a_key_set(serve: Serve, target: str, status: int) -> None:
+    running = await serve(api_key="sesame")
+    assert (await ask(running.port, "GET", target)).status == status
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
+async def test_metrics_need_the_key_through_a_proxy(serve: Serve, header: str) -> None:
+    running = await serve(api_key="sesame")
+    assert (await ask(running.port, "GET", "/metrics", headers={header: "192.0.2.1"})).status == 401
+    assert (await ask(running.port, "GET", "/metrics", headers={header: "192.0.2.1", **BEARER})).status == 200
+
+
+async def test_a_preflight_needs_no_key_and_is_not_allowed(serve: Serve) -> None:
+    running = await serve(api_key="sesame")
+    answer = await ask(running.port, "OPTIONS", "/v1/embeddings", headers={"Origin": "https://example.org"})
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert not [name for name in answer.headers if re.match("access-control", name)]

@@ -1,0 +1,214 @@
+"""The real process: its socket, its signals, and a request through the real scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.metrics import Metrics
+from common.protocol import Batch, Message, ModelFacts
+from tests import fakes
+from tests.fakes import FakeWorker, RunningScheduler, oracle_vector
+from tests.gateway.wire import Wire, ask, embed, request_bytes
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+@pytest.fixture
+def gateway(run_dir: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `python -m gateway`; with `listener` as its standard input, as a supervisor does."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*flags: str, listener: socket.socket | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", "--run-dir", run_dir, *flags],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL if listener is None else listener.fileno(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def port_of(sock: socket.socket) -> int:
+    return sock.getsockname()[1]
+
+
+async def exit_status(process: subprocess.Popen[str], timeout_s: float) -> int:
+    return await asyncio.wait_for(asyncio.to_thread(process.wait), timeout_s)
+
+
+async def ready(port: int) -> None:
+    async with asyncio.timeout(20):
+        while (await ask(port, "GET", "/ready")).status != 200:
+            await asyncio.sleep(0.02)
+
+
+def test_a_port_that_is_taken_is_named(gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket) -> None:
+    process = gateway("--port", str(port_of(listener)))
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert f"port {port_of(listener)} of 127.0.0.1 is taken" in errors
+    assert "Traceback" not in errors
+
+
+async def test_a_port_of_its_own_is_served(gateway: Callable[..., subprocess.Popen[str]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = port_of(probe)
+    process = gateway("--port", str(port))
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                answer = await ask(port, "GET", "/health")
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.02)
+            else:
+                break
+    assert answer.status == 200
+    process.send_signal(signal.SIGINT)
+    assert await exit_status(process, 5) == 0
+
+
+async def test_an_inherited_socket_outlives_its_gateways(
+    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket
+) -> None:
+    first = gateway(listener=listener)
+    assert (await ask(port_of(listener), "GET", "/health")).status == 200
+    first.terminate()
+    assert await exit_status(first, 5) == 0
+    waiting = await Wire.connect(port_of(listener))
+    await waiting.send(request_bytes("GET", "/health"))
+    gateway(listener=listener)
+    assert (await waiting.answer()).status == 200
+    await waiting.close()
+
+
+async def test_idle_connections_do_not_delay_the_end(
+    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket
+) -> None:
+    process = gateway(listener=listener)
+    idle = [await Wire.connect(port_of(listener)) for _ in range(10)]
+    for wire in idle:
+        await wire.send(request_bytes("GET", "/health"))
+        assert (await wire.answer()).status == 200
+    process.terminate()
+    assert await exit_status(process, 5) == 0
+    for wire in idle:
+        assert await wire.rest() == b""
+        await wire.close()
+
+
+@pytest.fixture
+def scheduler(run_dir: str, metrics: Metrics) -> Iterator[RunningScheduler]:
+    scheduler = RunningScheduler(run_dir, metrics)
+    yield scheduler
+    scheduler.close()
+
+
+async def test_a_request_goes_through_the_real_scheduler_and_back(
+    gateway: Callable[..., subprocess.Popen[str]],
+    listener: socket.socket,
+    scheduler: RunningScheduler,
+    facts: ModelFacts,
+    run_dir: str,
+) -> None:
+    worker = FakeWorker(run_dir, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS))
+    gateway(listener=listener)
+    await ready(port_of(listener))
+    texts = [f"w{index % 60} w{index // 60}" for index in range(200)]
+    answer = await embed(port_of(listener), {"input": texts})
+    rows = [item["embedding"] for item in answer.json["data"]]
+    np.testing.assert_array_equal(
+        rows, [oracle_vector([1, index % 60 + 4, index // 60 + 4, 2]) for index in range(200)]
+    )
+    metrics = (await ask(port_of(listener), "GET", "/metrics")).body.decode()
+    assert 'hedgerow_requests_total{route="/v1/embeddings",status="200"} 1.0' in metrics
+    assert "hedgerow_inputs_total 200.0" in metrics
+    worker.close()
+
+
+async def test_a_stop_waits_for_what_runs(
+    gateway: Callable[..., subprocess.Popen[str]],
+    listener: socket.socket,
+    scheduler: RunningScheduler,
+    facts: ModelFacts,
+    run_dir: str,
+) -> None:
+    arrived, release = threading.Event(), threading.Event()
+
+    def answer(batch: Batch) -> Message:
+        arrived.set()
+        release.wait()
+        return fakes.oracle_result(batch)
+
+    worker = FakeWorker(run_dir, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS), answer=answer)
+    process = gateway(listener=listener)
+    await ready(port_of(listener))
+    wire = await Wire.connect(port_of(listener))
+    await wire.send(request_bytes("POST", "/v1/embeddings", b'{"input":"w1"}'))
+    await asyncio.to_thread(arrived.wait)
+    process.terminate()
+    await asyncio.to_thread(_read_until, process, "stopping: nothing more is accepted")
+    release.set()
+    held = await wire.answer()
+    assert (held.status, held.headers["connection"]) == (200, "close")
+    assert await exit_status(process, 5) == 0
+    await wire.close()
+    worker.close()
+
+
+async def test_a_second_signal_does_not_wait(
+    gateway: Callable[..., subprocess.Popen[str]],
+    listener: socket.socket,
+    scheduler: RunningScheduler,
+    facts: ModelFacts,
+    run_dir: str,
+) -> None:
+    arrived = threading.Event()
+    worker = FakeWorker(
+        run_dir, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS), answer=lambda _: arrived.set()
+    )
+    process = gateway(listener=listener)
+    await ready(port_of(listener))
+    wire = await Wire.connect(port_of(listener))
+    await wire.send(request_bytes("POST", "/v1/embeddings", b'{"input":"w1"}'))
+    await asyncio.to_thread(arrived.wait)
+    process.terminate()
+    await asyncio.to_thread(_read_until, process, "stopping: nothing more is accepted")
+    process.terminate()
+    assert await exit_status(process, 2) == 1
+    assert await wire.rest() == b""
+    await wire.close()
+    worker.close()
+
+
+def _read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return
+    raise AssertionError(f"the process ended without saying {text!r}")

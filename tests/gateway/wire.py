@@ -1,0 +1,92 @@
+"""A client that sends exactly the bytes it is given, and the answers it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    version: str
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+    @property
+    def json(self) -> dict[str, object]:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, object]:
+        return self.json["error"]
+
+
+class Wire:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, port: int) -> Wire:
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self, *, to_head: bool = False) -> Answer:
+        """The next answer; the one `to_head` has no body. Raises IncompleteReadError when there is none."""
+        async with asyncio.timeout(10):
+            head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            line, *lines = head.strip().split("\r\n")
+            version, status, _ = line.split(" ", 2)
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            size_bytes = 0 if to_head else int(headers.get("content-length", "0"))
+            body = await self._reader.readexactly(size_bytes)
+            return Answer(version, int(status), headers, body)
+
+    async def rest(self) -> bytes:
+        """Everything until the server closes."""
+        async with asyncio.timeout(10):
+            try:
+                return await self._reader.read()
+            except ConnectionResetError:
+                return b""
+
+    async def close(self) -> None:
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            pass  # the server had cut it off already
+
+
+def request_bytes(method: str, target: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> bytes:
+    """A request as clients send it; `headers` add to the usual ones, or replace them."""
+    lines = {"Host": "localhost"}
+    if body is not None:
+        lines |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    lines |= headers or {}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value is not None)
+    return f"{method} {target} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + (body or b"")
+
+
+async def ask(
+    port: int, method: str, target: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> Answer:
+    """One request on a connection of its own."""
+    wire = await Wire.connect(port)
+    try:
+        await wire.send(request_bytes(method, target, body, headers))
+        return await wire.answer(to_head=method == "HEAD")
+    finally:
+        await wire.close()
+
+
+async def embed(port: int, fields: object, headers: dict[str, str] | None = None) -> Answer:
+    """POST `fields` to /v1/embeddings."""
+    return await ask(port, "POST", "/v1/embeddings", json.dumps(fields).encode(), headers)
