@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding
 from tokenizers import Tokenizer as _RustTokenizer
+from tokenizers.normalizers import Lowercase, Sequence
 
 from common.errors import InternalError, InvalidRequest
 from common.protocol import ModelFacts
@@ -62,10 +63,13 @@ class Tokenizer:
         if hashlib.sha256(content).hexdigest() != facts.tokenizer_sha256:
             raise ValueError("tokenizer.json is not the file that the worker read: restart the workers")
         self._tokenizer = load_tokenizer(content)
+        if facts.lower_case:
+            # Before the file's own normalizer, as sentence-transformers does; a special token in a text stays one.
+            own = self._tokenizer.normalizer
+            self._tokenizer.normalizer = Sequence([Lowercase(), own]) if own is not None else Lowercase()
         self._num_special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         self._max_tokens = facts.max_tokens
         self._vocab_size = facts.vocab_size
-        self._lower_case = facts.lower_case
         if self._num_special >= self._max_tokens:
             raise ValueError(f"the model takes {self._max_tokens} tokens; special tokens alone fill that")
 
@@ -78,8 +82,6 @@ class Tokenizer:
             InvalidRequest: empty_input, context_length_exceeded or input_too_long, naming the text.
             InternalError: the tokenizer itself failed.
         """
-        if self._lower_case:
-            texts = [text.lower() for text in texts]
         limit_chars = (_FIRST_CHARS_PER_TOKEN if truncation.allowed else MAX_CHARS_PER_TOKEN) * self._max_tokens
         whole = [text if len(text) <= limit_chars else None for text in texts]
         if not truncation.allowed and None in whole:

@@ -242,8 +242,8 @@ class Gateway:
         call.deadline_ns = self._deadline_ns(call)
         timeout_s = min(config.body_timeout_s, (call.deadline_ns - now_ns()) / 1e9)
         body = await read_body(call.request, config.max_body_bytes, timeout_s)
+        model = await self._encoder.wait_for_model(call.deadline_ns)
         begin = now_ns()
-        model = self._encoder.model
         asked = openai.parse(body, model.facts, max_inputs=config.max_inputs, auto_truncate=config.auto_truncate)
         del body
         begin = _lap(call, "parse_us", begin)

@@ -37,6 +37,10 @@ _CHUNK_SIZE = 65_536  # characters, or token ids
 _SHORT_INPUTS = 4
 _SHORT_CHARS = 4096
 
+# How long a request waits for the first model: longer than a gateway or a small model's worker takes to start, so that
+# a restart fails nobody; not much longer, since a client is better told that nothing is there.
+_PATIENCE_S = 10.0
+
 T = TypeVar("T")
 
 
@@ -139,6 +143,7 @@ class Encoder:
         self._status = "starting"
         self._reason = "No worker has loaded the model yet."
         self._loading: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()  # there is a model, or there will be none
 
     @property
     def model(self) -> Model:
@@ -150,6 +155,21 @@ class Encoder:
         if self._model is None:
             raise Unavailable(self._reason + " Try again.", retry_after_s=1)
         return self._model
+
+    async def wait_for_model(self, deadline_ns: int) -> Model:
+        """The model that is served; while a process starts or a model is replaced, a request waits for it here.
+
+        Raises:
+            Unavailable: none came in good time, or its tokenizer cannot be loaded.
+        """
+        if self._model is None and not self._settled.is_set():
+            patience_s = min(_PATIENCE_S, (deadline_ns - now_ns()) / 1e9)
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._settled.wait()
+            except TimeoutError:
+                pass  # `model` says what is missing
+        return self.model
 
     @property
     def status(self) -> str:
@@ -168,6 +188,7 @@ class Encoder:
             return
         # What workers run now is the new model: the old one's tokens would give wrong vectors.
         self._model = None
+        self._settled.clear()
         self._status, self._reason = "starting", "The model's tokenizer is being loaded."
         if self._loading is not None:
             self._loading.cancel()
@@ -308,9 +329,11 @@ class Encoder:
         except (OSError, ValueError) as error:
             self._status = "unavailable"
             self._reason = "The model's tokenizer cannot be loaded; the gateway's log says why."
+            self._settled.set()
             logger.error("the tokenizer of %s cannot be loaded: %s", facts.name, error)  # noqa: TRY400  # the text says it all
             return
         self._model = Model(facts, tokenizer)
+        self._settled.set()
         logger.info("serving %s: %d dimensions, %d tokens", facts.name, facts.dimensions, facts.max_tokens)
 
 

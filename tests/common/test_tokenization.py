@@ -280,3 +280,11 @@ def test_threads_share_a_tokenizer(minilm: Tokenizer) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_a_model_that_asks_for_lower_case_gets_it(folder: Path, minilm: Tokenizer) -> None:
+    lower = Tokenizer(facts_of(folder, max_tokens=8, vocab_size=43, lower_case=True))
+    assert encode(lower, "W0 w1") == [1, 3, 4, 2]
+    model = find_model("all-MiniLM-L6-v2").path
+    both = Tokenizer(facts_of(model, max_tokens=256, vocab_size=30_522, lower_case=True))
+    assert encode(both, "Straße [SEP] Ωmega") == encode(minilm, "Straße [SEP] Ωmega")

@@ -292,11 +292,20 @@ async def test_a_client_that_leaves_cancels_its_work(server: Running, metrics: M
 
 async def test_without_a_model_requests_are_told_to_come_back(serve: Serve, facts: ModelFacts) -> None:
     running = await serve(served=None)
-    answer = await embed(running.port, {"input": "w1"})
+    answer = await ask(running.port, "POST", "/v1/embeddings", b'{"input":"w1"}', {"X-Request-Timeout-Ms": "100"})
     assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "no_capacity", "1")
     running.stub.on_facts(facts)
     await running.gateway.wait_loaded()
     assert (await embed(running.port, {"input": "w1"})).status == 200
+
+
+async def test_a_request_that_comes_while_the_model_loads_waits_for_it(serve: Serve, facts: ModelFacts) -> None:
+    running = await serve(served=None)
+    waiting = asyncio.create_task(embed(running.port, {"input": "w1"}))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    running.stub.on_facts(facts)
+    assert (await waiting).status == 200
 
 
 async def test_a_tokenizer_file_that_was_changed_is_not_used(serve: Serve, facts: ModelFacts) -> None:
