@@ -1,0 +1,444 @@
+"""The real suite with real weights: what a user was promised, seen from outside.
+
+Two gateways, two workers and a scheduler under supervisord, real HTTP clients. Nothing here is faked; every vector is
+compared with one that sentence-transformers made of the same weights (tests/data/README.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from tests.suite import ROOT, Suite, free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TOLERANCE = 1e-5  # of sentence-transformers, on normalised vectors in float32
+DATA = ROOT / "tests" / "data"
+
+
+@pytest.fixture(scope="module")
+def suite() -> Iterator[Suite]:
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        suite = Suite(f"{folder}/run", "--workers", "2", "--gateways", "2")
+        try:
+            suite.wait_until_ready(workers=2)
+            yield suite
+        finally:
+            suite.stop()
+
+
+@pytest.fixture
+def ready(suite: Suite) -> Suite:
+    """The suite with both workers there, whatever the test before did to it."""
+    suite.wait_until_ready(workers=2)
+    return suite
+
+
+@pytest.fixture(scope="module")
+def sentences() -> list[str]:
+    lines = (DATA / "stsb_reference.jsonl").read_text().splitlines()
+    return [json.loads(line)["text"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def reference() -> np.ndarray:
+    """float32 [500, 384]"""
+    return np.load(DATA / "stsb_reference.npy", allow_pickle=False)
+
+
+@dataclass
+class Ledger:
+    """What clients sent and what became of it."""
+
+    answered: int = 0
+    wrong: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+async def ask(session: aiohttp.ClientSession, suite: Suite, texts: list[str]) -> np.ndarray:
+    body = {"input": texts, "encoding_format": "base64"}
+    async with session.post(suite.url + "/v1/embeddings", json=body) as answer:
+        if answer.status != 200:
+            raise AssertionError(f"{answer.status} {await answer.text()}")
+        rows = (await answer.json())["data"]
+    assert [row["index"] for row in rows] == list(range(len(texts)))
+    return np.stack([np.frombuffer(base64.b64decode(row["embedding"]), dtype="<f4") for row in rows])
+
+
+async def load(
+    suite: Suite, sentences: list[str], reference: np.ndarray, ledger: Ledger, stop: asyncio.Event, seed: int
+) -> None:
+    """One client: small requests one after the other, each answer compared with the reference."""
+    rng = random.Random(seed)
+    async with aiohttp.ClientSession() as session:
+        while not stop.is_set():
+            chosen = [rng.randrange(len(sentences)) for _ in range(rng.randint(1, 8))]
+            try:
+                rows = await ask(session, suite, [sentences[index] for index in chosen])
+            except (aiohttp.ClientError, AssertionError, OSError) as error:
+                ledger.failures.append(repr(error))
+                continue
+            ledger.answered += 1
+            ledger.wrong += int(np.abs(rows - reference[chosen]).max() > TOLERANCE)
+
+
+async def under_load(
+    suite: Suite,
+    sentences: list[str],
+    reference: np.ndarray,
+    disturb: Awaitable[None],
+    clients: int = 8,
+) -> Ledger:
+    ledger, stop = Ledger(), asyncio.Event()
+    tasks = [asyncio.create_task(load(suite, sentences, reference, ledger, stop, seed)) for seed in range(clients)]
+    try:
+        await disturb
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks)
+    return ledger
+
+
+async def kill(suite: Suite, role: str, times: int) -> None:
+    """kill -9 processes of a role, one after the other, each once all are there again."""
+    rng = random.Random(times)
+    expected = len(suite.pids(role))
+    for _ in range(times):
+        await asyncio.sleep(0.3 + rng.random() / 2)
+        before = suite.pids(role)
+        victim = rng.choice(sorted(before))
+        os.kill(before[victim], signal.SIGKILL)
+        await back(suite, role, expected, before[victim])
+
+
+async def back(suite: Suite, role: str, expected: int, dead: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            pids = suite.pids(role)
+            if len(pids) == expected and dead not in pids.values():
+                status, body = await asyncio.to_thread(suite.get, "/ready")
+                if status == 200 and json.loads(body)["workers"]["ready"] == 2:
+                    return
+            await asyncio.sleep(0.05)
+
+
+# --- right answers ---
+
+
+def test_the_first_command_of_a_newcomer_gives_a_vector_of_384_numbers(ready: Suite) -> None:
+    command = ["curl", "-s", f"{ready.url}/v1/embeddings", "-H", "content-type: application/json"]
+    answer = subprocess.run(
+        [*command, "-d", '{"input": "how do I reset my password?"}'], capture_output=True, check=True
+    )
+    body = json.loads(answer.stdout)
+    assert body["model"] == "all-MiniLM-L6-v2"
+    assert body["usage"] == {"prompt_tokens": 9, "total_tokens": 9}
+    (row,) = body["data"]
+    assert len(row["embedding"]) == 384
+    assert abs(np.linalg.norm(row["embedding"]) - 1) < 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 300, 500])
+def test_the_openai_client_with_its_defaults_gets_sentence_transformers_vectors_in_order(
+    ready: Suite, sentences: list[str], reference: np.ndarray, count: int
+) -> None:
+    client = OpenAI(base_url=ready.url + "/v1", api_key="unused", max_retries=0)
+    answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=sentences[:count])
+    assert [row.index for row in answer.data] == list(range(count))
+    rows = np.array([row.embedding for row in answer.data], dtype=np.float32)
+    assert np.abs(rows - reference[:count]).max() <= TOLERANCE
+    client.close()
+
+
+def test_floats_and_base64_are_the_same_vectors(ready: Suite, sentences: list[str]) -> None:
+    client = OpenAI(base_url=ready.url + "/v1", api_key="unused", max_retries=0)
+    floats = client.embeddings.create(model="all-MiniLM-L6-v2", input=sentences[:9], encoding_format="float")
+    base = client.embeddings.create(model="all-MiniLM-L6-v2", input=sentences[:9])
+    difference = np.array([row.embedding for row in floats.data]) - np.array([row.embedding for row in base.data])
+    assert np.abs(difference).max() <= 1e-7
+    client.close()
+
+
+async def test_of_sixty_four_clients_at_once_each_gets_its_own_vectors(
+    ready: Suite, sentences: list[str], reference: np.ndarray
+) -> None:
+    async def client(number: int) -> float:
+        async with aiohttp.ClientSession() as session:
+            worst = 0.0
+            for repeat in range(4):
+                chosen = [(number * 7 + repeat * 64 + step * 13) % 500 for step in range(1 + number % 5)]
+                rows = await ask(session, ready, [sentences[index] for index in chosen])
+                worst = max(worst, float(np.abs(rows - reference[chosen]).max()))
+            return worst
+
+    assert max(await asyncio.gather(*(client(number) for number in range(64)))) <= TOLERANCE
+
+
+# --- one truth ---
+
+
+def test_metrics_are_the_same_whichever_gateway_answers(ready: Suite) -> None:
+    seen: set[str] = set()
+    for _ in range(12):  # a new connection each: both gateways accept from the one socket
+        status, body = ready.get("/metrics")
+        assert status == 200
+        lines = [line for line in body.decode().splitlines() if line.startswith("hedgerow_inputs_total")]
+        seen.update(lines)
+    assert len(seen) == 1
+    assert float(next(iter(seen)).split()[-1]) > 300
+
+
+# --- failures ---
+
+
+async def test_no_request_fails_and_none_is_wrong_when_workers_are_killed_under_load(
+    ready: Suite, sentences: list[str], reference: np.ndarray
+) -> None:
+    ledger = await under_load(ready, sentences, reference, kill(ready, "worker", 4))
+    assert (ledger.failures, ledger.wrong) == ([], 0)
+    assert ledger.answered > 50
+
+
+async def test_no_request_fails_and_none_is_wrong_when_the_scheduler_is_killed_under_load(
+    ready: Suite, sentences: list[str], reference: np.ndarray
+) -> None:
+    workers = ready.pids("worker")
+    ledger = await under_load(ready, sentences, reference, kill(ready, "scheduler", 4))
+    assert (ledger.failures, ledger.wrong) == ([], 0)
+    assert ready.pids("worker") == workers  # they introduced themselves again; no model was loaded twice
+
+
+async def test_a_killed_gateway_cuts_its_own_connections_only_and_comes_back(
+    ready: Suite, sentences: list[str], reference: np.ndarray
+) -> None:
+    ledger = await under_load(ready, sentences, reference, kill(ready, "gateway", 3))
+    assert ledger.wrong == 0
+    # A client holds one connection, so a kill cuts at most those of the killed gateway; nothing else goes wrong.
+    assert len(ledger.failures) <= 3 * 8
+    cut = ("ServerDisconnectedError", "ClientOSError", "ConnectionResetError", "ClientPayloadError")
+    assert [failure for failure in ledger.failures if not failure.startswith(cut)] == []
+    assert ledger.answered > 50
+
+
+async def test_no_request_fails_when_gateways_are_restarted_one_by_one(
+    ready: Suite, sentences: list[str], reference: np.ndarray
+) -> None:
+    control = ["-s", f"unix://{ready.run_dir}/supervisor.sock"]
+
+    async def roll() -> None:
+        for name in ("gateway:gateway-0", "gateway:gateway-1"):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "supervisor.supervisorctl", *control, "restart", name, stdout=subprocess.DEVNULL
+            )
+            assert await process.wait() == 0
+            await asyncio.sleep(1.5)
+
+    ledger = await under_load(ready, sentences, reference, roll())
+    assert (ledger.failures, ledger.wrong) == ([], 0)
+
+
+async def test_a_stopped_worker_is_found_out_and_its_batch_runs_elsewhere(
+    ready: Suite, sentences: list[str], reference: np.ndarray
+) -> None:
+    async def stop_one() -> None:
+        await asyncio.sleep(0.5)
+        pid = ready.pids("worker")["worker-0"]
+        os.kill(pid, signal.SIGSTOP)
+        await back(ready, "worker", 2, pid)
+
+    ledger = await under_load(ready, sentences, reference, stop_one())
+    assert (ledger.failures, ledger.wrong) == ([], 0)
+
+
+# --- big and small together ---
+
+
+async def test_a_huge_list_and_a_thousand_short_requests_leave_health_quick_and_memory_bounded(
+    ready: Suite, sentences: list[str], reference: np.ndarray
+) -> None:
+    words = ["river", "stone", "lamp", "green", "paper", "quiet", "window", "seven", "north", "bread"]
+    rng = random.Random(1)
+    huge = [" ".join(rng.choice(words) for _ in range(198)) for _ in range(2048)]  # 200 tokens each
+    health_s: list[float] = []
+    short_s: list[float] = []
+    statuses: list[int] = []
+    done = asyncio.Event()
+    peak_mib = 0.0
+
+    async def poll_health() -> None:
+        nonlocal peak_mib
+        async with aiohttp.ClientSession() as session:
+            while not done.is_set():
+                begun = time.perf_counter()
+                async with session.get(ready.url + "/health") as answer:
+                    await answer.read()
+                    assert answer.status == 200
+                health_s.append(time.perf_counter() - begun)
+                peak_mib = max(peak_mib, *map(resident_mib, ready.children()))
+                await asyncio.sleep(0.1)
+
+    async def send_huge() -> int:
+        # A deadline that a busy two-core machine can keep: the work itself is minutes of one slow core.
+        headers = {"X-Request-Timeout-Ms": "280000", "Content-Type": "application/json"}
+        body = io.BytesIO(json.dumps({"input": huge, "encoding_format": "base64"}).encode())
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=290)) as session,
+            session.post(ready.url + "/v1/embeddings", data=body, headers=headers) as answer,
+        ):
+            statuses.append(answer.status)
+            content = await answer.json()
+            assert content["usage"]["prompt_tokens"] == 2048 * 200
+            return len(content["data"])
+
+    async def send_short(number: int) -> None:
+        async with aiohttp.ClientSession() as session:
+            for repeat in range(number, 1000, 16):
+                begun = time.perf_counter()
+                rows = await ask(session, ready, [sentences[repeat % 500]])
+                short_s.append(time.perf_counter() - begun)
+                assert np.abs(rows - reference[[repeat % 500]]).max() <= TOLERANCE
+
+    health = asyncio.create_task(poll_health())
+    try:
+        count, *_ = await asyncio.gather(send_huge(), *(send_short(number) for number in range(16)))
+    finally:
+        done.set()
+        await health
+    assert (count, statuses, len(short_s)) == (2048, [200], 1000)
+    assert float(np.percentile(health_s, 99)) < 0.1
+    assert float(np.percentile(short_s, 95)) < 1.0
+    assert peak_mib < 1500
+
+
+def resident_mib(pid: int) -> float:
+    try:
+        return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024  # type: ignore[index]
+    except OSError:
+        return 0.0
+
+
+# --- starting and stopping ---
+
+
+@pytest.fixture
+def own_suite() -> Iterator[Suite]:
+    """A suite for one test alone, beside the shared one."""
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        suite = Suite(f"{folder}/run")
+        try:
+            suite.wait_until_ready()
+            yield suite
+        finally:
+            suite.stop()
+
+
+def assert_nothing_left(suite: Suite, pids: list[int]) -> None:
+    end = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if alive(pid)]
+    assert suite.get("/health")[0] == 0
+    left = {path.name for path in suite.run_dir.rglob("*") if path.suffix in {".sock", ".pid"}}
+    assert left == set()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_stopping_answers_what_was_accepted_and_leaves_nothing_behind(own_suite: Suite, suite: Suite) -> None:
+    pids = own_suite.children()
+    assert len(pids) == 3
+    async with aiohttp.ClientSession() as session:
+        texts = ["a few words of no importance " * 20] * 200
+        task = asyncio.create_task(ask(session, own_suite, texts))
+        await asyncio.sleep(0.5)
+        assert not task.done()
+        begun = time.monotonic()
+        status = asyncio.get_running_loop().run_in_executor(None, own_suite.stop)
+        rows = await task
+        assert await status == 0
+    assert rows.shape == (200, 384)
+    assert time.monotonic() - begun < 20
+    assert_nothing_left(own_suite, pids)
+    assert suite.get("/health")[0] == 200  # the neighbour on another port has noticed nothing
+
+
+def test_when_supervisord_is_killed_nothing_lives_on_and_the_port_is_free(own_suite: Suite) -> None:
+    pids = own_suite.children()
+    own_suite.process.kill()
+    own_suite.process.wait()
+    end = time.monotonic() + 5
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    again = Suite(str(own_suite.run_dir), port=own_suite.port)
+    again.wait_until_ready()
+    assert again.stop() == 0
+
+
+def test_supervisord_alone_serves_the_defaults() -> None:
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        port = free_port()
+        conf = (ROOT / "supervisord.conf").read_text()
+        assert '"8080"' in conf
+        Path(folder, "supervisord.conf").write_text(conf.replace('"8080"', f'"{port}"'))
+        Path(folder, "run").mkdir()
+        command = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", f"{folder}/supervisord.conf"]
+        suite = Suite(f"{folder}/run", command=command, port=port)
+        try:
+            suite.wait_until_ready()
+            assert json.loads(suite.get("/ready")[1])["model"] == "all-MiniLM-L6-v2"
+        finally:
+            assert suite.stop() == 0
+
+
+def run_serve(*flags: str) -> subprocess.CompletedProcess[str]:
+    start = "import sys; from common.launch import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "serve", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=ROOT)
+
+
+def test_a_taken_port_ends_the_start_with_its_number(run_dir: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = run_serve("--port", str(port), "--run-dir", run_dir)
+    assert ended.returncode == 1
+    assert str(port) in ended.stderr
+
+
+def test_a_model_that_is_nowhere_ends_the_start_with_its_name(run_dir: str) -> None:
+    ended = run_serve("no-such-model", "--port", str(free_port()), "--run-dir", run_dir)
+    assert ended.returncode == 1
+    assert "no-such-model" in ended.stderr
+
+
+def test_a_second_suite_in_the_same_run_folder_is_refused(ready: Suite) -> None:
+    ended = run_serve("--port", str(free_port()), "--run-dir", str(ready.run_dir))
+    assert ended.returncode == 75
+    assert "--run-dir" in ended.stderr
