@@ -34,7 +34,7 @@ format: install
 	$(BIN)/ruff check --fix $(CHECKED)
 
 bench: install
-	$(BIN)/python benchmarks/ragged.py
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/ragged.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
