@@ -135,12 +135,14 @@ class Checkpoint:
         hidden_size = config.integer("hidden_size")
         settings = _read_sentence_settings(root)
         pooling: Pooling = "mean"
+        transformer = JsonFile(folder / "sentence_bert_config.json", {})
         if modules.pooling is None:
+            # sentence-transformers then reads neither 1_Pooling nor sentence_bert_config.json, and so its length limit.
             logger.info("%s has no modules.json: mean pooling, no normalisation", root)
         else:
             pooling = _read_pooling(root / modules.pooling / "config.json", hidden_size, settings.prompts)
-        transformer = JsonFile.read_optional(folder / "sentence_bert_config.json")
-        _check_transformer(transformer)
+            transformer = JsonFile.read_optional(transformer.path)
+            _check_transformer(transformer)
         return cls(
             folder=folder,
             config=config,

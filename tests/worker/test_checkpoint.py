@@ -43,12 +43,17 @@ def test_a_folder_without_modules_is_pooled_by_the_mean_and_says_so(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "modules.json").unlink()
+    write_json(
+        folder / TRANSFORMER, {"max_seq_length": 7, "do_lower_case": True}
+    )  # not read, as by sentence-transformers
 
     with caplog.at_level(logging.INFO):
         checkpoint = Checkpoint.read(folder)
 
     assert checkpoint.pooling == "mean"
     assert not checkpoint.normalize
+    assert not checkpoint.lower_case
+    assert checkpoint.length_limit != 7
     assert "no modules.json: mean pooling, no normalisation" in caplog.text
 
 
