@@ -1,0 +1,129 @@
+"""Starting: the wait after failed starts, the suite's supervisord.conf, what is refused before anything runs."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from common import launch
+from common.config import ServeConfig, to_environment
+from common.transport import prepare_run_dir
+
+
+def run_hedgerow(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import sys; from common.launch import main; sys.exit(main())", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | environment
+    )
+
+
+def test_the_wait_before_a_start_doubles_with_each_failed_one_and_is_bounded(run_dir: str) -> None:
+    prepare_run_dir(run_dir)
+    history = launch._StartHistory(run_dir, "worker-0")
+    delays = [history.begin() for _ in range(9)]
+    assert delays[0] == 0
+    for delay, expected in zip(delays[1:], [1, 2, 4, 8, 16, 30, 30, 30], strict=True):
+        assert 0.8 * expected <= delay <= 1.2 * expected
+
+
+def test_a_process_that_became_ready_starts_again_without_a_wait(run_dir: str) -> None:
+    prepare_run_dir(run_dir)
+    history = launch._StartHistory(run_dir, "worker-0")
+    history.begin()
+    history.clear()
+    assert launch._StartHistory(run_dir, "worker-0").begin() == 0
+
+
+def test_a_stop_ends_the_wait(run_dir: str) -> None:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    assert not launch._wait(30)
+    assert time.monotonic() - began < 5
+
+
+def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> None:
+    prepare_run_dir(run_dir)
+    config = ServeConfig(run_dir=run_dir, port=9123, gateways=3, workers="2")
+    path = launch._write_supervisord_conf(run_dir, to_environment(config))
+    parser = configparser.RawConfigParser(inline_comment_prefixes=(" ;",))
+    parser.read(path)
+    assert parser["supervisord"]["environment"] == (
+        'HEDGEROW_HOST="127.0.0.1",HEDGEROW_PORT="9123",HEDGEROW_GATEWAYS="3",HEDGEROW_WORKERS="2",'
+        f'HEDGEROW_RUN_DIR="{run_dir}"'
+    )
+    assert parser["supervisord"]["pidfile"] == f"{run_dir}/supervisord.pid"
+    assert parser["unix_http_server"]["file"] == f"{run_dir}/supervisor.sock"
+    assert "inet_http_server" not in parser
+
+
+def test_a_value_that_supervisord_cannot_take_is_refused() -> None:
+    with pytest.raises(launch.StartRefused, match="quotation mark"):
+        launch._escaped('a"b')
+    assert launch._escaped("50%") == "50%%"
+
+
+@pytest.mark.slow
+def test_help_names_the_commands_and_an_unknown_one_is_status_2() -> None:
+    assert "serve [MODEL]" in run_hedgerow("--help").stdout
+    unknown = run_hedgerow("sreve")
+    assert (unknown.returncode, "serve [MODEL]" in unknown.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_gateway_whose_port_is_taken_says_so(run_dir: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = run_hedgerow("gateway", "--port", str(port), "--run-dir", run_dir)
+    assert ended.returncode == 1
+    assert f"port {port}" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_is_too_long_for_a_socket_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    ended = run_hedgerow("scheduler", "--run-dir", str(tmp_path / ("x" * 120)))
+    assert ended.returncode == 1
+    assert "too long" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_process_dies_with_its_supervisor(run_dir: str) -> None:
+    # A parent that starts a scheduler as supervisord would, and is killed.
+    script = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-m', 'scheduler', '--run-dir', {run_dir!r}])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=os.environ | {"SUPERVISOR_ENABLED": "1"}
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    end = time.monotonic() + 20
+    while not Path(run_dir, "gateways.sock").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    parent.kill()
+    parent.communicate()
+    while _runs(child):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
