@@ -88,6 +88,7 @@ class Request:
     """
 
     request_id: int
+    fingerprint: str  # the model that it was tokenized for; another one would answer nonsense
     deadline_ns: int
     lane: str
     opens: bool
@@ -145,10 +146,10 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """'My Python runs', from a peer's own loop; `batches_held` lets the scheduler see a lost dispatch."""
+    """'My Python runs', from a peer's own loop; `batches_held` lets the scheduler see that a batch never arrived."""
 
     epoch: int
-    batches_held: int
+    batches_held: int  # by a worker; a gateway holds none
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class Welcome:
 
     protocol_version: int
     epoch: int
-    resumed: bool  # whether the scheduler still holds what this gateway sent before; if not: send it again
+    answers_join: bool  # then send again what is unanswered: it may have been lost on either way
     facts: ModelFacts | None
     piece_tokens: int  # the most tokens of one Request, unless a single sequence is longer
     window_tokens: int  # the most tokens of one client's request that may wait here at once

@@ -153,6 +153,11 @@ class Dealer:
         self._role = role
         self.socket = self._connect()
 
+    @property
+    def fd(self) -> int:
+        """Readable at an edge: when it is, take everything (`receive` until None). Changes with `reconnect`."""
+        return int(self.socket.getsockopt(zmq.FD))
+
     def send(self, message: Message) -> bool:
         """Whether a connected scheduler took the message into its pipe; False now means try after its next word."""
         try:

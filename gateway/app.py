@@ -40,7 +40,7 @@ from common.transport import now_ns
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import KeyCheck
 from gateway.body import BadRequest, read_body
-from gateway.client import Embedded, Readiness, SchedulerClient
+from gateway.client import Embedded, Options, Readiness, SchedulerClient
 from gateway.encoding import Encoder, EncodingLimits, Model, Threads
 from gateway.http import HttpLimits, Server
 from gateway.routes import openai, operations
@@ -261,10 +261,13 @@ class Gateway:
         try:
             embedded = await self._client.submit(
                 sequences,
-                dimensions=asked.dimensions,
-                normalize=asked.normalize,
-                lane=asked.lane,
-                deadline_ns=call.deadline_ns,
+                Options(
+                    fingerprint=model.facts.fingerprint,
+                    dimensions=asked.dimensions,
+                    normalize=asked.normalize,
+                    lane=asked.lane,
+                    deadline_ns=call.deadline_ns,
+                ),
             )
             call.queue_us, call.step_us = embedded.queue_us, embedded.step_us
             begin = now_ns()

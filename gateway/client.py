@@ -56,7 +56,8 @@ _JOIN_TICK_S = 0.05
 # Three pulses missed: ask again to join. A restarted scheduler does not know us and stays mute until then.
 _REJOIN_NS = 700_000_000
 
-# Silent for so long, the scheduler hangs: what is held stays held, new requests are better told at once.
+# Silent for so long, the scheduler hangs: what is held stays held, new requests are better told at once. The transport
+# has given the connection up by then too, and a connection that comes back under its old routing id is a black hole.
 _SILENT_NS = 2_000_000_000
 
 
@@ -77,18 +78,26 @@ class Readiness:
     reason: str  # one sentence; empty when ready
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A client's request, held until `future` is done."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a client asked for, for every sequence of its request."""
 
-    future: asyncio.Future[Embedded]
-    token_ids: npt.NDArray[np.int32]  # [tokens]
-    lengths: npt.NDArray[np.int32]  # [sequences]
-    offsets: npt.NDArray[np.int32]  # [sequences + 1]
+    fingerprint: str  # of the model that its text was tokenized for
     dimensions: int
     normalize: bool
     lane: str
     deadline_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A client's request, held until `future` is done."""
+
+    future: asyncio.Future[Embedded]
+    options: Options
+    token_ids: npt.NDArray[np.int32]  # [tokens]
+    lengths: npt.NDArray[np.int32]  # [sequences]
+    offsets: npt.NDArray[np.int32]  # [sequences + 1]
     rows: npt.NDArray[np.float32]  # [sequences, dimensions], filled as replies come
     answered: npt.NDArray[np.bool_]  # [sequences] since two schedulers may answer the same one
     unanswered: int  # sequences
@@ -98,12 +107,32 @@ class Entry:
     queue_us: int = 0
     step_us: int = 0
 
+    @classmethod
+    def of(cls, sequences: list[npt.NDArray[np.int32]], options: Options) -> OpenRequest:
+        """A request for these sequences of token ids, on the running event loop."""
+        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
+        return cls(
+            future=asyncio.get_running_loop().create_future(),
+            options=options,
+            token_ids=sequences[0] if len(sequences) == 1 else np.concatenate(sequences),
+            lengths=lengths,
+            offsets=cu_seqlens(lengths),
+            rows=np.empty((len(sequences), options.dimensions), dtype=np.float32),
+            answered=np.zeros(len(sequences), dtype=np.bool_),
+            unanswered=len(sequences),
+        )
+
+    def fail(self, error: ServiceError) -> None:
+        """Answer it with its failure, unless it has been answered."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """The sequences [start, stop) of an entry, as one Request."""
+    """The sequences [start, stop) of a request, as one message."""
 
-    entry: Entry
+    request: OpenRequest
     start: int
     stop: int
     unanswered: int
@@ -111,7 +140,7 @@ class _Piece:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.entry.offsets[self.stop] - self.entry.offsets[self.start])
+        return int(self.request.offsets[self.stop] - self.request.offsets[self.start])
 
 
 class Ledger:
@@ -133,7 +162,7 @@ class Ledger:
         ready, total = (self._status.workers_ready, self._status.workers_total) if self._status else (0, 0)
         if self.refused is not None:
             return Readiness("unavailable", 0, total, self.refused)
-        if now_ns - self._last_heard_ns >= _SILENT_NS or self._status is None:
+        if self.silent(now_ns) or self._status is None:
             status = "starting" if self._welcome is None else "unavailable"
             return Readiness(status, 0, total, "The scheduler does not answer.")
         if self.facts is None:
@@ -144,31 +173,36 @@ class Ledger:
             return Readiness("unavailable", ready, total, "Work is outstanding and none of it finishes.")
         return Readiness("ready", ready, total, "")
 
-    def open(self, entry: Entry, now_ns: int) -> None:
+    def silent(self, now_ns: int) -> bool:
+        """Whether the scheduler has said nothing for so long that it hangs, or the connection is dead."""
+        return now_ns - self._last_heard_ns >= _SILENT_NS
+
+    def open(self, request: OpenRequest, now_ns: int) -> None:
         """Accept a request: from here on it is answered through its future.
 
         Raises:
             Unavailable: the scheduler does not answer, or no worker has ever been ready.
         """
-        if self.refused is not None or self.facts is None or now_ns - self._last_heard_ns >= _SILENT_NS:
+        if self.refused is not None or self.facts is None or self.silent(now_ns):
             raise Unavailable(self.readiness(now_ns).reason + " Try again.", retry_after_s=1)
-        self._feed(entry)
+        self._feed(request)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, request: OpenRequest) -> None:
         """Nobody waits for it any more (answered, failed, cancelled): take back what the scheduler still has."""
-        for request_id in entry.pieces:
+        for request_id in request.pieces:
             del self._pieces[request_id]
             self._send(Cancel(request_id))
-        entry.pieces.clear()
+        request.pieces.clear()
 
     def abandon(self) -> None:
         """Fail everything that is still held: this gateway ends."""
         for piece in self._pieces.values():
-            fail(piece.entry, ShuttingDown("The server is being stopped. Send the request again.", retry_after_s=1))
-            piece.entry.pieces.clear()
+            piece.request.fail(ShuttingDown("The server is being stopped. Send the request again.", retry_after_s=1))
+            piece.request.pieces.clear()
         self._pieces.clear()
 
     def on_message(self, message: Message, now_ns: int) -> None:
+        """Raises ProtocolError: the message does not fit what was asked; nothing has changed."""
         self._last_heard_ns = now_ns
         if isinstance(message, Reply):
             self._on_reply(message)
@@ -186,10 +220,13 @@ class Ledger:
 
     def on_tick(self, now_ns: int) -> float:
         """Say that we are here, or ask to be let in; the seconds until the next tick."""
+        if self.refused is not None:
+            return _TICK_S
         if self._welcome is None or now_ns - self._last_heard_ns >= _REJOIN_NS:
             self._send(Join(PROTOCOL_VERSION, self._name, os.getpid()))
             return _JOIN_TICK_S
-        self._send(Beat(self._welcome.epoch, len(self._pieces)))
+        self._send(Beat(self._welcome.epoch, 0))
+        self._submit_again(lambda piece: not piece.sent)
         return _TICK_S
 
     @property
@@ -200,44 +237,50 @@ class Ledger:
         self._welcome = welcome
         if welcome.facts is not None and welcome.facts != self.facts:
             self.facts = welcome.facts
-        for request_id, piece in list(self._pieces.items()):
-            # A scheduler that has just begun knows none of them; one that was only slow may have missed some.
-            if not welcome.resumed or not piece.sent:
+        if welcome.answers_join:
+            # A new scheduler knows none of them. One that was merely not heard has some still, and drops the copies;
+            # others it has answered into a connection that was dead: a successful send proves nothing.
+            self._submit_again(lambda _: True)
+        for request in {piece.request: None for piece in self._pieces.values()}:
+            self._feed(request)
+
+    def _submit_again(self, wanted: Callable[[_Piece], bool]) -> None:
+        for request_id, piece in self._pieces.items():
+            if wanted(piece):
                 self._metrics.resubmitted.inc()
                 self._submit(request_id, piece, opens=False)
-        for entry in {piece.entry: None for piece in self._pieces.values()}:
-            self._feed(entry)
 
-    def _feed(self, entry: Entry) -> None:
+    def _feed(self, request: OpenRequest) -> None:
         """Send pieces of a request until the window is full: at least one, at most all."""
         assert self._welcome is not None, "facts come in a Welcome"
-        num_sequences = len(entry.lengths)
-        while entry.next_sequence < num_sequences and not entry.future.done():
-            start = entry.next_sequence
-            stop = _piece_end(entry.offsets, start, self._welcome.piece_tokens)
-            piece = _Piece(entry, start, stop, stop - start)
-            if entry.pieces and entry.waiting_tokens + piece.num_tokens > self._welcome.window_tokens:
+        num_sequences = len(request.lengths)
+        while request.next_sequence < num_sequences and not request.future.done():
+            start = request.next_sequence
+            stop = _piece_end(request.offsets, start, self._welcome.piece_tokens)
+            piece = _Piece(request, start, stop, stop - start)
+            if request.pieces and request.waiting_tokens + piece.num_tokens > self._welcome.window_tokens:
                 return
             request_id = next(self._request_ids)
             self._pieces[request_id] = piece
-            entry.pieces.add(request_id)
-            entry.waiting_tokens += piece.num_tokens
-            entry.next_sequence = stop
+            request.pieces.add(request_id)
+            request.waiting_tokens += piece.num_tokens
+            request.next_sequence = stop
             self._submit(request_id, piece, opens=start == 0)
 
     def _submit(self, request_id: int, piece: _Piece, *, opens: bool) -> None:
-        entry = piece.entry
-        first, last = entry.offsets[piece.start], entry.offsets[piece.stop]
+        request, options = piece.request, piece.request.options
+        first, last = request.offsets[piece.start], request.offsets[piece.stop]
         piece.sent = self._send(
             Request(
                 request_id=request_id,
-                deadline_ns=entry.deadline_ns,
-                lane=entry.lane,
+                fingerprint=options.fingerprint,
+                deadline_ns=options.deadline_ns,
+                lane=options.lane,
                 opens=opens,
-                dimensions=entry.dimensions,
-                normalize=entry.normalize,
-                token_ids=entry.token_ids[first:last],
-                lengths=entry.lengths[piece.start : piece.stop],
+                dimensions=options.dimensions,
+                normalize=options.normalize,
+                token_ids=request.token_ids[first:last],
+                lengths=request.lengths[piece.start : piece.stop],
             )
         )
 
@@ -246,45 +289,40 @@ class Ledger:
         if piece is None:
             self._metrics.late_replies.inc()
             return
-        entry = piece.entry
+        request = piece.request
         first = piece.start + reply.first_sequence
         last = first + len(reply.rows)
-        assert last <= piece.stop, "the scheduler answered more than it was asked"
-        new = len(reply.rows) - int(np.count_nonzero(entry.answered[first:last]))
-        entry.rows[first:last] = reply.rows[:, : entry.dimensions]
-        entry.answered[first:last] = True
-        entry.queue_us = max(entry.queue_us, reply.queue_us)
-        entry.step_us += reply.step_us
-        entry.unanswered -= new
+        if last > piece.stop or reply.rows.shape[1] < request.options.dimensions:
+            raise ProtocolError(f"a reply of {reply.rows.shape} does not fit its request")
+        new = len(reply.rows) - int(np.count_nonzero(request.answered[first:last]))
+        request.rows[first:last] = reply.rows[:, : request.options.dimensions]
+        request.answered[first:last] = True
+        request.queue_us = max(request.queue_us, reply.queue_us)
+        request.step_us += reply.step_us
+        request.unanswered -= new
         piece.unanswered -= new
         if piece.unanswered == 0:
             del self._pieces[reply.request_id]
-            entry.pieces.remove(reply.request_id)
-            entry.waiting_tokens -= piece.num_tokens
-            self._feed(entry)
-        if entry.unanswered == 0 and not entry.future.done():
-            entry.future.set_result(Embedded(entry.rows, entry.queue_us, entry.step_us))
+            request.pieces.remove(reply.request_id)
+            request.waiting_tokens -= piece.num_tokens
+            self._feed(request)
+        if request.unanswered == 0 and not request.future.done():
+            request.future.set_result(Embedded(request.rows, request.queue_us, request.step_us))
 
     def _on_failure(self, failure: Failure) -> None:
         piece = self._pieces.pop(failure.request_id, None)
         if piece is None:
             self._metrics.late_replies.inc()
             return
-        entry = piece.entry
-        entry.pieces.remove(failure.request_id)
+        piece.request.pieces.remove(failure.request_id)
         error = from_wire(
             failure.code,
             failure.message,
             param=None if failure.sequence is None else f"input[{piece.start + failure.sequence}]",
             retry_after_s=None if failure.retry_after_ms is None else failure.retry_after_ms / 1000,
         )
-        fail(entry, error)
-        self.close(entry)
-
-
-def fail(entry: Entry, error: ServiceError) -> None:
-    if not entry.future.done():
-        entry.future.set_exception(error)
+        piece.request.fail(error)
+        self.close(piece.request)
 
 
 def _piece_end(offsets: npt.NDArray[np.int32], start: int, piece_tokens: int) -> int:
@@ -298,13 +336,14 @@ class SchedulerClient:
 
     def __init__(self, run_dir: str, name: str, metrics: Metrics) -> None:
         self.on_facts: Callable[[ModelFacts], None] | None = None  # called on the loop when facts come or change
+        self.on_refused: Callable[[], None] | None = None  # called on the loop: another try is in vain
         self._metrics = metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = Dealer(self._context, address(run_dir, "gateways"), "g")
-        self._fd = int(self._dealer.socket.getsockopt(zmq.FD))
         self._ledger = Ledger(name, self._dealer.send, metrics, now_ns())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
+        self._next_reconnect_ns = 0
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -317,7 +356,7 @@ class SchedulerClient:
     def start(self) -> None:
         """Begin to talk to the scheduler, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._receive)
+        self._loop.add_reader(self._dealer.fd, self._receive)
         self._tick()
 
     async def close(self) -> None:
@@ -325,21 +364,13 @@ class SchedulerClient:
         self._ledger.abandon()
         self._dealer.send(Goodbye("the gateway was told to stop"))
         if self._loop is not None:
-            self._loop.remove_reader(self._fd)
+            self._loop.remove_reader(self._dealer.fd)
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self._dealer.close(linger_ms=100)
         self._context.term()
 
-    async def submit(
-        self,
-        sequences: list[npt.NDArray[np.int32]],
-        *,
-        dimensions: int,
-        normalize: bool,
-        lane: str,
-        deadline_ns: int,
-    ) -> Embedded:
+    async def submit(self, sequences: list[npt.NDArray[np.int32]], options: Options) -> Embedded:
         """The vectors of sequences of token ids: [sequences, dimensions] in their order.
 
         When the caller's task is cancelled, so is the work.
@@ -349,51 +380,45 @@ class SchedulerClient:
                 sequence at fault where there is one.
         """
         assert self._loop is not None, "start() comes first"
-        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
-        entry = Entry(
-            future=self._loop.create_future(),
-            token_ids=sequences[0] if len(sequences) == 1 else np.concatenate(sequences),
-            lengths=lengths,
-            offsets=cu_seqlens(lengths),
-            dimensions=dimensions,
-            normalize=normalize,
-            lane=lane,
-            deadline_ns=deadline_ns,
-            rows=np.empty((len(sequences), dimensions), dtype=np.float32),
-            answered=np.zeros(len(sequences), dtype=np.bool_),
-            unanswered=len(sequences),
-        )
-        self._ledger.open(entry, now_ns())
+        request = OpenRequest.of(sequences, options)
+        self._ledger.open(request, now_ns())
         self._loop.call_soon(self._receive)  # see _receive
         late = DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less.")
-        timer = self._loop.call_later(max(0, deadline_ns - now_ns()) / 1e9, fail, entry, late)
+        timer = self._loop.call_later(max(0, options.deadline_ns - now_ns()) / 1e9, request.fail, late)
         try:
-            return await entry.future
+            return await request.future
         finally:
             timer.cancel()
-            self._ledger.close(entry)
+            self._ledger.close(request)
 
     def _receive(self) -> None:
         """Take everything that waits.
 
         ZeroMQ's descriptor signals an edge, and a send may consume it: so this also runs after every send.
         """
-        facts = self._ledger.facts
+        facts, refused = self._ledger.facts, self._ledger.refused
         while True:
             try:
                 message = self._dealer.receive()
+                if message is None:
+                    break
+                self._ledger.on_message(message, now_ns())
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels("gateway").inc()
                 logger.warning("a message of the scheduler was dropped: %s", error)
-                continue
-            if message is None:
-                break
-            self._ledger.on_message(message, now_ns())
         if self._ledger.facts is not facts and self._ledger.facts is not None and self.on_facts is not None:
             self.on_facts(self._ledger.facts)
+        if self._ledger.refused is not None and refused is None and self.on_refused is not None:
+            self.on_refused()
 
     def _tick(self) -> None:
         assert self._loop is not None
-        delay_s = self._ledger.on_tick(now_ns())
-        self._receive()
+        now = now_ns()
+        if self._ledger.silent(now) and now >= self._next_reconnect_ns:
+            self._next_reconnect_ns = now + _SILENT_NS
+            self._loop.remove_reader(self._dealer.fd)
+            self._dealer.reconnect()
+            self._loop.add_reader(self._dealer.fd, self._receive)
+        delay_s = self._ledger.on_tick(now)
         self._tick_handle = self._loop.call_later(delay_s, self._tick)
+        self._receive()

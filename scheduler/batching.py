@@ -3,7 +3,8 @@
 Latency follows the number of tokens, hardly that of sequences, so a batch is a token budget, and a batch is formed
 when a worker has a free slot, from what waits: no timer, no minimum. Nothing overtakes: a sequence that does not fit
 closes the batch, and one longer than the whole budget runs alone. A request may be split over several batches; work
-that comes back from a lost worker returns to its old place in the order of arrival.
+that comes back from a lost worker returns to its old place in the order of arrival. Requests in the backfill lane
+come after all others.
 
 Sequences that were in a worker's hands when it died are suspects: after one loss they run again among suspects only,
 at most 8 at once, after two alone, and after three they are given up. So one input that kills a worker cannot take
@@ -59,7 +60,11 @@ class Span:
         return self.stop - self.start
 
     def __lt__(self, other: Span) -> bool:
-        return (self.pending.arrival, self.start) < (other.pending.arrival, other.start)
+        return self._order < other._order
+
+    @property
+    def _order(self) -> tuple[bool, int, int]:
+        return self.pending.request.lane == "backfill", self.pending.arrival, self.start
 
 
 class BatchQueue:

@@ -108,12 +108,13 @@ class Scheduler:
         self._needs_pruning = False
         self._last_ready_ns = now_ns
         self._last_progress_ns = now_ns
-        self._last_tick_ns = now_ns
+        self._last_turn_ns = now_ns
         self._next_ping_ns = now_ns
 
     # --- what arrives ---
 
     def on_gateway_message(self, peer: bytes, message: Message, now_ns: int) -> list[Action]:
+        self._note_time(now_ns)
         gateway = self._gateways.get(peer)
         if isinstance(message, Join):
             self._on_join(peer, message, now_ns)
@@ -133,6 +134,7 @@ class Scheduler:
         return self._take_actions(now_ns)
 
     def on_worker_message(self, peer: bytes, message: Message, now_ns: int) -> list[Action]:
+        self._note_time(now_ns)
         worker = self._fleet.get(peer)
         if isinstance(message, Hello):
             self._on_hello(peer, worker, message, now_ns)
@@ -147,7 +149,9 @@ class Scheduler:
             elif isinstance(message, Goodbye):
                 logger.info("%s leaves: %s", worker.name, message.reason)
                 self._lose(worker, "goodbye", now_ns)
-            elif not isinstance(message, Beat):
+            elif isinstance(message, Beat):
+                self._fleet.on_beat(worker, message)
+            else:
                 logger.warning("%s sent a %s; ignored", worker.name, type(message).__name__)
         return self._take_actions(now_ns)
 
@@ -167,14 +171,7 @@ class Scheduler:
 
     def on_tick(self, now_ns: int) -> list[Action]:
         """What time brings: pulses, expired requests, lost peers. Call it at `next_tick_ns`, or sooner."""
-        lag_ns = now_ns - self._last_tick_ns - PING_NS
-        if lag_ns > _LAG_NS:
-            # This process stood still (stopped, starved). Whoever seems silent was merely not heard.
-            logger.warning("the scheduler stood still for %.1f s", lag_ns / 1e9)
-            self._fleet.forgive(lag_ns)
-            for gateway in self._gateways.values():
-                gateway.last_heard_ns += lag_ns
-        self._last_tick_ns = now_ns
+        self._note_time(now_ns)
         for worker, reason in self._fleet.lost(now_ns):
             self._actions.append(Kill(worker.peer))
             self._lose(worker, reason, now_ns)
@@ -196,6 +193,19 @@ class Scheduler:
     def next_tick_ns(self) -> int:
         return self._next_ping_ns
 
+    def _note_time(self, now_ns: int) -> None:
+        """See whether this process stood still (stopped, starved): who seems silent since was merely not heard."""
+        lag_ns = now_ns - self._last_turn_ns - PING_NS
+        self._last_turn_ns = now_ns
+        if lag_ns <= _LAG_NS:
+            return
+        logger.warning("the scheduler stood still for %.1f s", lag_ns / 1e9)
+        self._fleet.forgive(lag_ns, now_ns)
+        for gateway in self._gateways.values():
+            gateway.last_heard_ns = min(gateway.last_heard_ns + lag_ns, now_ns)
+        self._last_ready_ns = min(self._last_ready_ns + lag_ns, now_ns)
+        self._last_progress_ns = min(self._last_progress_ns + lag_ns, now_ns)
+
     # --- peers ---
 
     def _on_join(self, peer: bytes, join: Join, now_ns: int) -> None:
@@ -203,12 +213,15 @@ class Scheduler:
             self._actions.append(ToGateway(peer, _version_refusal(join.protocol_version)))
             return
         known = self._gateways.get(peer)
+        former = next((g for g in self._gateways.values() if g.name == join.name and g.pid == join.pid), None)
+        if former is not None and former is not known:
+            self._lose_gateway(former, "joined again")  # the same process, over a new connection
         if known is None:
             logger.info("%s joined (pid %d)", join.name, join.pid)
             self._gateways[peer] = _Gateway(peer, join.name, join.pid, now_ns, {})
         else:
             known.last_heard_ns = now_ns
-        self._actions.append(ToGateway(peer, self._welcome(resumed=known is not None, now_ns=now_ns)))
+        self._actions.append(ToGateway(peer, self._welcome(answers_join=True, now_ns=now_ns)))
         self._actions.append(ToGateway(peer, self._status(now_ns)))
 
     def _on_hello(self, peer: bytes, known: Worker | None, hello: Hello, now_ns: int) -> None:
@@ -226,13 +239,18 @@ class Scheduler:
         logger.info("%s is ready (pid %d, %s on %s)", hello.name, hello.pid, hello.facts.name, hello.facts.device)
         self._fleet.join(Worker(peer, hello.name, hello.pid, hello.facts, now_ns))
         self._last_ready_ns = self._last_progress_ns = now_ns
-        if self._facts is not None and self._facts.fingerprint != hello.facts.fingerprint:
-            # Token ids of another model's tokenizer would run, and answer nonsense.
-            for pending in self._queue.pending():
-                self._settle(pending, Unavailable("The model was replaced. Send the request again.", retry_after_s=1))
         self._facts = hello.facts
+        for pending in self._queue.pending():
+            self._refuse_other_model(pending, hello.facts)
         self._actions.append(ToWorker(peer, self._status(now_ns)))
         self._announce(now_ns)
+
+    def _refuse_other_model(self, pending: Pending, facts: ModelFacts) -> bool:
+        """Fail a request that was tokenized for another model than the one that would run it."""
+        if pending.request.fingerprint == facts.fingerprint:
+            return False
+        self._settle(pending, Unavailable("The model was replaced. Send the request again.", retry_after_s=1))
+        return True
 
     def _refusal(self, hello: Hello) -> Refuse | None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -261,7 +279,7 @@ class Scheduler:
                 sum(span.num_sequences for span in spans),
             )
             # Only what it was running can have to do with its end.
-            running = batches[0].spans if batches else []
+            running = batches[0].spans if batches and reason != "desynchronized" else []
             spans = [with_loss(span) if any(span is other for other in running) else span for span in spans]
         error = RetriesExhausted(
             f"This input was running on {MAX_LOSSES} workers when each of them died.", retry_after_s=5
@@ -288,6 +306,8 @@ class Scheduler:
             self._metrics.stale_messages.inc()  # sent twice around a reconnection; the first one stands
             return
         gateway.requests[request.request_id] = pending
+        if self._facts is not None and self._refuse_other_model(pending, self._facts):
+            return
         if request.opens:
             error = self._admission.refusal(
                 queued_tokens=self._queue.num_tokens,
@@ -321,7 +341,7 @@ class Scheduler:
             self._actions.append(Kill(worker.peer))
             self._lose(worker, "bad_result", now_ns)
             return
-        self._rate.observe(batch.num_tokens, result.step_us)
+        self._rate.observe(batch.num_tokens, result.step_us, worker.facts.max_batch_tokens)
         self._last_progress_ns = now_ns
         self._metrics.batches.labels("done").inc()
         nonfinite = set(result.nonfinite.tolist())
@@ -421,7 +441,7 @@ class Scheduler:
 
     def _announce(self, now_ns: int) -> None:
         for peer in self._gateways:
-            self._actions.append(ToGateway(peer, self._welcome(resumed=True, now_ns=now_ns)))
+            self._actions.append(ToGateway(peer, self._welcome(answers_join=False, now_ns=now_ns)))
             self._actions.append(ToGateway(peer, self._status(now_ns)))
 
     def _ping(self, now_ns: int) -> None:
@@ -434,11 +454,11 @@ class Scheduler:
         self._metrics.workers.labels("total").set(status.workers_total)
         self._metrics.gateways.set(len(self._gateways))
 
-    def _welcome(self, *, resumed: bool, now_ns: int) -> Welcome:
+    def _welcome(self, *, answers_join: bool, now_ns: int) -> Welcome:
         piece_tokens = self._facts.max_batch_tokens if self._facts else _DEFAULT_PIECE_TOKENS
         # Enough of one long request to keep every worker's two slots full. More would only stand before the others'.
         window_tokens = piece_tokens * 2 * max(self._fleet.ready(now_ns), 1)
-        return Welcome(PROTOCOL_VERSION, self.epoch, resumed, self._facts, piece_tokens, window_tokens)
+        return Welcome(PROTOCOL_VERSION, self.epoch, answers_join, self._facts, piece_tokens, window_tokens)
 
     def _status(self, now_ns: int) -> Ping:
         ready = self._fleet.ready(now_ns)

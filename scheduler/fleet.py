@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.protocol import Batch, ModelFacts, Result
+from common.protocol import Batch, Beat, ModelFacts, Result
 from scheduler.batching import Span
 
 _CREDITS = 2
 SUSPECT_NS = 1_000_000_000  # silent for so long: no new work
 LOST_NS = 2_000_000_000  # silent for so long: lost
+
+_MAX_SHORT_BEATS = 8  # two seconds
 
 # The longest that one batch may take. Flat, until step times are learned: then a stuck batch is noticed sooner.
 _MAX_STEP_NS = 30_000_000_000
@@ -42,6 +44,7 @@ class Worker:
     facts: ModelFacts
     last_heard_ns: int
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
+    short_beats: int = 0  # beats in a row that tell of fewer batches than were sent
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
 
     @property
@@ -108,6 +111,7 @@ class Fleet:
         )
         if not worker.in_flight:
             worker.running_since_ns = now_ns
+        worker.short_beats = 0
         worker.in_flight[batch_id] = InFlight(
             batch_id, spans, len(batch.token_ids), now_ns, int((predicted_ms or 0) * 1e6)
         )
@@ -120,12 +124,21 @@ class Fleet:
             worker.running_since_ns = now_ns
         return batch
 
+    def on_beat(self, worker: Worker, beat: Beat) -> None:
+        """A beat may cross a batch on its way; several in a row that miss one mean that it never arrived."""
+        if beat.epoch == self._epoch and beat.batches_held < len(worker.in_flight):
+            worker.short_beats += 1
+        else:
+            worker.short_beats = 0
+
     def lost(self, now_ns: int) -> list[tuple[Worker, str]]:
-        """The workers that count as lost now, each with why: silent, or overdue."""
+        """The workers that count as lost now, each with why: silent, desynchronized or overdue."""
         verdicts = []
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns >= LOST_NS:
                 verdicts.append((worker, "silent"))
+            elif worker.short_beats >= _MAX_SHORT_BEATS:
+                verdicts.append((worker, "desynchronized"))
             elif worker.in_flight:
                 running = next(iter(worker.in_flight.values()))
                 limit_ns = max(_MAX_STEP_NS, _MAX_STEP_TO_PREDICTED * running.predicted_ns)
@@ -133,11 +146,11 @@ class Fleet:
                     verdicts.append((worker, "overdue"))
         return verdicts
 
-    def forgive(self, lag_ns: int) -> None:
+    def forgive(self, lag_ns: int, now_ns: int) -> None:
         """The scheduler itself stood still for so long: nobody is to blame for that silence."""
         for worker in self._workers.values():
-            worker.last_heard_ns += lag_ns
-            worker.running_since_ns += lag_ns
+            worker.last_heard_ns = min(worker.last_heard_ns + lag_ns, now_ns)
+            worker.running_since_ns = min(worker.running_since_ns + lag_ns, now_ns)
 
 
 def with_loss(span: Span) -> Span:

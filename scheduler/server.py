@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # One side may not keep the other waiting: after so many messages the loop looks at everything else.
 _MESSAGES_A_TURN = 256
 _BOUND_CHECK_NS = 1_000_000_000
+_LAST_WORDS_MS = 2  # for libzmq's thread to read what a process wrote before it died
 
 
 class _Side:
@@ -119,11 +120,13 @@ class Server:
             if stop_fd in ready:
                 return
             for side in self._sides:
-                for peer in side.exited(ready):
+                exited = side.exited(ready)
+                # What a process said before it died comes first: its last result is one, and not a reason to blame it.
+                if side.router.socket in ready or (exited and side.router.socket.poll(_LAST_WORDS_MS)):
+                    self._receive(side)
+                for peer in exited:
                     side.forget(peer)
                     self._perform(side.on_lost(peer, "exited", now_ns()))
-                if side.router.socket in ready:
-                    self._receive(side)
             self._perform(self._core.on_tick(now_ns()))
             self._check_bound()
 

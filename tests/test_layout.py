@@ -112,9 +112,3 @@ def test_no_module_is_a_drawer(name: str) -> None:
 def test_the_top_level_is_what_it_is_meant_to_be() -> None:
     for name in ("pyproject.toml", "README.md", "supervisord.conf", "benchmarks", "tests", *PACKAGES):
         assert (ROOT / name).exists()
-
-
-def test_scheduler_and_gateway_start_without_torch() -> None:
-    for module in MODULES:
-        if module.parts[0] in {"common", "gateway", "scheduler"}:
-            assert "torch" not in imports(ast.parse((ROOT / module).read_text()))

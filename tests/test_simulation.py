@@ -14,6 +14,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,8 +32,8 @@ from common.protocol import (
     decode,
     encode,
 )
-from gateway.client import Embedded, Entry, Ledger
-from scheduler.core import Action, Kill, Scheduler, ToGateway
+from gateway.client import Embedded, Ledger, OpenRequest, Options
+from scheduler.core import Action, Kill, Scheduler, ToGateway, ToWorker
 from tests.fakes import DIMENSIONS, FACTS, oracle_result, oracle_vector
 
 MS = 1_000_000
@@ -69,7 +70,8 @@ class World:
         self.scheduler: Scheduler | None = None
         self.workers: dict[bytes, SimulatedWorker] = {}
         self.ledgers: dict[bytes, Ledger] = {}
-        self.entries: list[tuple[Entry, list[np.ndarray], list[str]]] = []
+        self.deadlines_ns: dict[bytes, int] = {}  # of every sequence, by its token ids
+        self.entries: list[tuple[OpenRequest, list[np.ndarray], list[str]]] = []
         for number in range(2):
             peer = b"g%d" % number
             self.ledgers[peer] = Ledger(peer.decode(), self._gateway_sender(peer), metrics, self.now_ns)
@@ -129,8 +131,15 @@ class World:
             elif isinstance(action, ToGateway):
                 ledger = self.ledgers[action.peer]
                 self.deliver(scheduler, action.peer, action.message, lambda m, to=ledger: to.on_message(m, self.now_ns))
-            elif (worker := self.workers.get(action.peer)) is not None and worker.alive:
+            if isinstance(action, ToWorker) and isinstance(action.message, Batch):
+                self.check_in_time(action.message)
+            if isinstance(action, ToWorker) and (worker := self.workers.get(action.peer)) is not None and worker.alive:
                 self.deliver(scheduler, action.peer, action.message, lambda m, w=worker: self._to_worker(w, m))
+
+    def check_in_time(self, batch: Batch) -> None:
+        offsets = cu_seqlens(batch.lengths)
+        for start, stop in pairwise(offsets):
+            assert self.deadlines_ns[batch.token_ids[start:stop].tobytes()] > self.now_ns, "run when it was too late"
 
     # --- processes ---
 
@@ -177,7 +186,9 @@ class World:
         if not worker.hangs:
             silent = self.now_ns - worker.last_ping_ns > 700 * MS
             hello = Hello(PROTOCOL_VERSION, worker.name, worker.pid, FACTS)
-            self._from_worker(worker, hello if worker.epoch is None or silent else Beat(worker.epoch, 0))
+            self._from_worker(
+                worker, hello if worker.epoch is None or silent else Beat(worker.epoch, len(worker.batches))
+            )
         self.after(250 * MS, lambda: self._beat(worker))
 
     def _from_worker(self, worker: SimulatedWorker, message: Message) -> None:
@@ -229,21 +240,10 @@ class World:
         ]
         if poison:
             sequences[rng.randrange(len(sequences))][0] = POISON
-        lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
         timeout_ns = int((timeout_s or rng.uniform(0.05, 60)) * SECOND)
-        entry = Entry(
-            future=asyncio.get_running_loop().create_future(),
-            token_ids=np.concatenate(sequences),
-            lengths=lengths,
-            offsets=cu_seqlens(lengths),
-            dimensions=DIMENSIONS,
-            normalize=True,
-            lane="online",
-            deadline_ns=self.now_ns + timeout_ns,
-            rows=np.zeros((len(sequences), DIMENSIONS), dtype=np.float32),
-            answered=np.zeros(len(sequences), dtype=np.bool_),
-            unanswered=len(sequences),
-        )
+        deadline_ns = self.now_ns + timeout_ns
+        entry = OpenRequest.of(sequences, Options(FACTS.fingerprint, DIMENSIONS, True, "online", deadline_ns))
+        self.deadlines_ns.update({sequence.tobytes(): deadline_ns for sequence in sequences})
         ledger = rng.choice(list(self.ledgers.values()))
         outcomes: list[str] = []
         entry.future.add_done_callback(lambda _: outcomes.append("done"))
@@ -265,21 +265,8 @@ class World:
 
 
 @pytest.fixture(params=range(40))
-def world(request: pytest.FixtureRequest, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> World:
-    world = World(request.param, metrics)
-    fill_slots = Scheduler._fill_slots
-
-    def checked(self: Scheduler, now_ns: int) -> None:
-        before = len(self._actions)
-        fill_slots(self, now_ns)
-        for worker in self._fleet.all():
-            for batch in worker.in_flight.values():
-                if batch.sent_ns == now_ns:
-                    assert all(span.pending.request.deadline_ns > now_ns for span in batch.spans), "run when too late"
-        assert before <= len(self._actions)
-
-    monkeypatch.setattr(Scheduler, "_fill_slots", checked)
-    return world
+def world(request: pytest.FixtureRequest, metrics: Metrics) -> World:
+    return World(request.param, metrics)
 
 
 @pytest.mark.slow

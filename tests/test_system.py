@@ -228,6 +228,28 @@ async def test_no_request_fails_and_none_is_wrong_when_the_scheduler_is_killed_u
     assert ready.pids("worker") == workers  # they introduced themselves again; no model was loaded twice
 
 
+@pytest.mark.parametrize("seconds", [1.0, 2.6, 5.0])
+async def test_a_stopped_scheduler_that_goes_on_is_joined_again(
+    ready: Suite, sentences: list[str], reference: np.ndarray, seconds: float
+) -> None:
+    async def stop_and_continue() -> None:
+        await asyncio.sleep(0.5)
+        (pid,) = ready.pids("scheduler").values()
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        await back(ready, "scheduler", 1, dead=0)
+        await asyncio.sleep(0.5)
+
+    workers = ready.pids("worker")
+    ledger = await under_load(ready, sentences, reference, stop_and_continue())
+    assert ledger.wrong == 0
+    # While it hangs, new requests are told so; what was accepted is answered.
+    assert [failure for failure in ledger.failures if "503" not in failure] == []
+    assert seconds > 2 or not ledger.failures
+    assert ready.pids("worker") == workers
+
+
 async def test_a_killed_gateway_cuts_its_own_connections_only_and_comes_back(
     ready: Suite, sentences: list[str], reference: np.ndarray
 ) -> None:

@@ -65,9 +65,9 @@ _LINGER_MS = 500  # for last words
 _MAX_STEP_S = 60.0  # the scheduler gives up sooner; this is for a scheduler that has started since, and knows nothing
 _STOP_S = 0.25  # for the compute thread, which should be idle by then
 
-# So many introductions into a connection without any answer: it may be one that swallows all (transport.py), so come
-# back under a new name. Not sooner: a scheduler that merely stood still would see two workers of one name.
-_MAX_UNANSWERED = 20
+# So many introductions without any answer, more than two seconds: the transport has given the connection up by then,
+# and one that comes back under its old routing id may swallow all (transport.py). Come back under a new one.
+_MAX_UNANSWERED = 3
 
 
 class Server:

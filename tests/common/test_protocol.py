@@ -41,7 +41,7 @@ def int32(*values: int) -> np.ndarray:
 
 MESSAGES: list[Message] = [
     Join(1, "gateway-0", 12),
-    Request(1, 2**62, "online", True, 384, False, int32(5, 6, 7), int32(1, 2)),
+    Request(1, "f1", 2**62, "online", True, 384, False, int32(5, 6, 7), int32(1, 2)),
     Cancel(3),
     Hello(1, "worker-0", 12, FACTS),
     Hello(1, "worker-0", 12, dataclasses.replace(FACTS, prompts={"query": "frage: "}, default_prompt_name="query")),
@@ -96,7 +96,7 @@ def test_a_view_that_is_not_contiguous_is_sent_as_its_values() -> None:
 
 def request_frames(**changes: object) -> list[bytes]:
     """A Request's frames with some header fields replaced."""
-    names = ["kind", "request_id", "deadline_ns", "lane", "opens", "dimensions", "normalize", "shapes"]
+    names = ["kind", "request_id", "fingerprint", "deadline_ns", "lane", "opens", "dimensions", "normalize", "shapes"]
     frames = [bytes(frame) for frame in encode(MESSAGES[1])]
     header = msgpack.unpackb(frames[0])
     for name, value in changes.items():

@@ -20,7 +20,7 @@ from common.errors import ServiceError
 from common.metrics import Metrics
 from common.protocol import ModelFacts
 from gateway.app import Gateway
-from gateway.client import Embedded, Readiness
+from gateway.client import Embedded, Options, Readiness
 from tests.fakes import FACTS
 
 DIMENSIONS = 12
@@ -46,6 +46,7 @@ class Stub:
     def __init__(self, facts: ModelFacts | None) -> None:
         self.facts = facts
         self.on_facts: Callable[[ModelFacts], None] | None = None
+        self.on_refused: Callable[[], None] | None = None
         self.status = Readiness("ready", 1, 1, "")
         self.error: ServiceError | None = None
         self.poison: float | None = None  # a value that every answer gets somewhere
@@ -64,17 +65,13 @@ class Stub:
     async def close(self) -> None:
         pass
 
-    async def submit(
-        self,
-        sequences: list[npt.NDArray[np.int32]],
-        *,
-        dimensions: int,
-        normalize: bool,
-        lane: str,
-        deadline_ns: int,
-    ) -> Embedded:
+    async def submit(self, sequences: list[npt.NDArray[np.int32]], options: Options) -> Embedded:
         self.submitted.append(
-            {"sequences": [row.tolist() for row in sequences], "lane": lane, "deadline_ns": deadline_ns}
+            {
+                "sequences": [row.tolist() for row in sequences],
+                "lane": options.lane,
+                "deadline_ns": options.deadline_ns,
+            }
         )
         self.entered.set()
         try:
@@ -84,7 +81,7 @@ class Stub:
             raise
         if self.error is not None:
             raise self.error
-        rows = np.stack([vector(row, dimensions=dimensions, normalize=normalize) for row in sequences])
+        rows = np.stack([vector(row, dimensions=options.dimensions, normalize=options.normalize) for row in sequences])
         if self.poison is not None:
             rows[-1, 0] = self.poison
         return Embedded(rows.astype(np.float32), queue_us=1500, step_us=2500)

@@ -9,11 +9,23 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 import pytest
 
-from common.errors import DeadlineExceeded, InternalError, NonfiniteOutput, Unavailable
+from common.errors import DeadlineExceeded, InternalError, NonfiniteOutput, ProtocolError, Unavailable
 from common.metrics import Metrics
-from common.protocol import Batch, BatchFailed, Cancel, Failure, Message, Ping, Reply, Request, Result, Welcome
+from common.protocol import (
+    Batch,
+    BatchFailed,
+    Cancel,
+    Failure,
+    Message,
+    Ping,
+    Refuse,
+    Reply,
+    Request,
+    Result,
+    Welcome,
+)
 from common.transport import now_ns
-from gateway.client import Entry, Ledger, SchedulerClient
+from gateway.client import Ledger, OpenRequest, Options, SchedulerClient
 from tests.fakes import DIMENSIONS, FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_vector
 
 SECOND = 1_000_000_000
@@ -27,8 +39,12 @@ def sequences(*lengths: int) -> Sequences:
 
 
 async def submit(client: SchedulerClient, rows: Sequences, *, timeout_s: float = 30, dimensions: int = DIMENSIONS):  # noqa: ANN201
-    return await client.submit(
-        rows, dimensions=dimensions, normalize=True, lane="online", deadline_ns=now_ns() + int(timeout_s * SECOND)
+    return await client.submit(rows, make_options(dimensions, now_ns() + int(timeout_s * SECOND)))
+
+
+def make_options(dimensions: int, deadline_ns: int = 10**15) -> Options:
+    return Options(
+        fingerprint=FACTS.fingerprint, dimensions=dimensions, normalize=True, lane="online", deadline_ns=deadline_ns
     )
 
 
@@ -203,21 +219,8 @@ class Wire:
         return taken
 
 
-def make_entry(*lengths: int) -> Entry:
-    array = np.array(lengths, dtype=np.int32)
-    return Entry(
-        future=asyncio.get_running_loop().create_future(),
-        token_ids=np.arange(array.sum(), dtype=np.int32),
-        lengths=array,
-        offsets=np.concatenate([[0], np.cumsum(array)]).astype(np.int32),
-        dimensions=2,
-        normalize=True,
-        lane="online",
-        deadline_ns=10**15,
-        rows=np.zeros((len(lengths), 2), dtype=np.float32),
-        answered=np.zeros(len(lengths), dtype=np.bool_),
-        unanswered=len(lengths),
-    )
+def make_open(*lengths: int) -> OpenRequest:
+    return OpenRequest.of(sequences(*lengths), make_options(2))
 
 
 def reply(request: Request) -> Reply:
@@ -234,13 +237,13 @@ def wire() -> Wire:
 def ledger(wire: Wire, metrics: Metrics) -> Ledger:
     """Joined: pieces of at most 10 tokens, at most 20 of a request at the scheduler."""
     ledger = Ledger("gateway-0", wire.send, metrics, now_ns=0)
-    ledger.on_message(Welcome(1, 7, False, FACTS, 10, 20), 0)
+    ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
     ledger.on_message(Ping(7, 1, 1, True), 0)
     return ledger
 
 
 async def test_a_long_request_waits_here_and_is_fed_as_answers_come(ledger: Ledger, wire: Wire) -> None:
-    entry = make_entry(*[5] * 8)
+    entry = make_open(*[5] * 8)
     ledger.open(entry, 0)
     first, second = wire.requests()
     assert (first.opens, second.opens) == (True, False)
@@ -255,7 +258,7 @@ async def test_a_long_request_waits_here_and_is_fed_as_answers_come(ledger: Ledg
 
 
 async def test_a_failed_piece_fails_the_request_and_takes_the_others_back(ledger: Ledger, wire: Wire) -> None:
-    entry = make_entry(*[5] * 8)
+    entry = make_open(*[5] * 8)
     ledger.open(entry, 0)
     first, second = wire.requests()
     ledger.on_message(Failure(second.request_id, "overloaded", "full", None, 2500), 0)
@@ -268,27 +271,58 @@ async def test_a_failed_piece_fails_the_request_and_takes_the_others_back(ledger
 
 
 async def test_a_new_scheduler_is_sent_everything_again_and_may_not_refuse_it(ledger: Ledger, wire: Wire) -> None:
-    ledger.open(make_entry(5), 0)
-    ledger.open(make_entry(6), 0)
+    ledger.open(make_open(5), 0)
+    ledger.open(make_open(6), 0)
     before = wire.requests()
-    ledger.on_message(Welcome(1, 8, False, None, 10, 20), 0)
+    ledger.on_message(Welcome(1, 8, True, None, 10, 20), 0)
     again = wire.requests()
     assert [request.request_id for request in again] == [request.request_id for request in before]
     assert [request.opens for request in again] == [False, False]
 
 
 async def test_what_could_not_be_sent_is_sent_when_the_scheduler_speaks_again(ledger: Ledger, wire: Wire) -> None:
-    ledger.open(make_entry(5), 0)
+    ledger.open(make_open(5), 0)
     wire.requests()
     wire.cut = True
-    ledger.open(make_entry(6), 0)
+    ledger.open(make_open(6), 0)
     wire.cut = False
-    ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
+    ledger.on_tick(0)
     assert [request.lengths.tolist() for request in wire.requests()] == [[6]]
 
 
+async def test_whatever_is_unanswered_is_sent_again_when_a_join_is_answered(ledger: Ledger, wire: Wire) -> None:
+    answered, open_ = make_open(4), make_open(5)
+    ledger.open(answered, 0)
+    ledger.open(open_, 0)
+    first, _ = wire.requests()
+    ledger.on_message(reply(first), 0)
+    ledger.on_message(Welcome(1, 7, False, FACTS, 10, 20), 0)
+    assert wire.requests() == []
+    ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
+    assert [request.lengths.tolist() for request in wire.requests()] == [[5]]
+
+
+async def test_a_reply_that_does_not_fit_is_a_protocol_error_and_changes_nothing(ledger: Ledger, wire: Wire) -> None:
+    held = make_open(5)
+    ledger.open(held, 0)
+    (request,) = wire.requests()
+    for rows in (np.zeros((2, DIMENSIONS), dtype=np.float32), np.zeros((1, 1), dtype=np.float32)):
+        with pytest.raises(ProtocolError):
+            ledger.on_message(Reply(request.request_id, 0, 1, 1, rows), 0)
+    ledger.on_message(reply(request), 0)
+    assert (await held.future).rows.tolist() == [[1, 1]]
+
+
+async def test_a_refused_gateway_does_not_ask_again(ledger: Ledger, wire: Wire) -> None:
+    ledger.on_message(Refuse("version", "install one version"), 0)
+    ledger.on_tick(10 * SECOND)
+    assert wire.sent == []
+    with pytest.raises(Unavailable):
+        ledger.open(make_open(5), 0)
+
+
 async def test_a_second_answer_to_the_same_request_changes_nothing(ledger: Ledger, wire: Wire) -> None:
-    entry = make_entry(5)
+    entry = make_open(5)
     ledger.open(entry, 0)
     (request,) = wire.requests()
     ledger.on_message(reply(request), 0)
@@ -297,12 +331,12 @@ async def test_a_second_answer_to_the_same_request_changes_nothing(ledger: Ledge
 
 
 async def test_what_two_schedulers_answer_counts_once(ledger: Ledger, wire: Wire) -> None:
-    entry = make_entry(2, 2, 2)
+    entry = make_open(2, 2, 2)
     ledger.open(entry, 0)
     (request,) = wire.requests()
     rows = reply(request).rows
     ledger.on_message(Reply(request.request_id, 0, 1, 1, rows[:2]), 0)
-    ledger.on_message(Welcome(1, 8, False, None, 10, 20), 0)
+    ledger.on_message(Welcome(1, 8, True, None, 10, 20), 0)
     ledger.on_message(Reply(request.request_id, 0, 1, 1, rows[:2]), 0)
     assert not entry.future.done()
     ledger.on_message(Reply(request.request_id, 2, 1, 1, rows[2:]), 0)
@@ -310,14 +344,14 @@ async def test_what_two_schedulers_answer_counts_once(ledger: Ledger, wire: Wire
 
 
 async def test_a_silent_scheduler_makes_new_requests_503_and_keeps_what_is_held(ledger: Ledger, wire: Wire) -> None:
-    held = make_entry(5)
+    held = make_open(5)
     ledger.open(held, 0)
     with pytest.raises(Unavailable):
-        ledger.open(make_entry(5), 2 * SECOND)
+        ledger.open(make_open(5), 2 * SECOND)
     assert ledger.readiness(2 * SECOND).status == "unavailable"
     assert not held.future.done()
     ledger.on_message(Ping(7, 1, 1, True), 3 * SECOND)
-    ledger.open(make_entry(5), 3 * SECOND)
+    ledger.open(make_open(5), 3 * SECOND)
 
 
 async def test_it_joins_again_when_pulses_are_missed(ledger: Ledger, wire: Wire) -> None:

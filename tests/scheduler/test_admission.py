@@ -18,7 +18,7 @@ def refusal(
 ) -> ServiceError | None:
     rate = ServiceRate()
     if us_per_token is not None:
-        rate.observe(1000, 1000 * us_per_token)
+        rate.observe(1000, 1000 * us_per_token, 1000)
     return Admission(max_queue_ms=10_000).refusal(
         queued_tokens=queued_tokens,
         deadline_ns=int(deadline_s * SECOND),
@@ -62,13 +62,23 @@ def test_before_the_first_result_only_a_bounded_number_of_tokens_is_let_in() -> 
     assert isinstance(refusal(us_per_token=None, queued_tokens=20_001), Overloaded)
 
 
-def test_the_rate_follows_the_results() -> None:
+def test_the_rate_follows_the_results_of_full_batches() -> None:
     rate = ServiceRate()
     assert rate.predict_ms(1000) is None
-    rate.observe(1000, 100_000)
+    rate.observe(1000, 100_000, 1000)
     assert rate.predict_ms(1000) == 100
     for _ in range(60):
-        rate.observe(1000, 200_000)
+        rate.observe(1000, 200_000, 1000)
     predicted = rate.predict_ms(1000, num_workers=2)
     assert predicted is not None
     assert abs(predicted - 100) < 0.1
+
+
+def test_short_batches_do_not_make_a_queue_look_longer_than_it_is() -> None:
+    rate = ServiceRate()
+    rate.observe(512, 58_500, 512)
+    for _ in range(100):
+        rate.observe(5, 6_800, 512)
+    predicted = rate.predict_ms(5120)
+    assert predicted is not None
+    assert abs(predicted - 585) < 1

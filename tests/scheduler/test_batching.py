@@ -10,11 +10,12 @@ from common.protocol import Request
 from scheduler.batching import BatchQueue, Pending, Span
 
 
-def make_pending(arrival: int, lengths: list[int], *, deadline_ns: int = 10**12) -> Pending:
+def make_pending(arrival: int, lengths: list[int], *, deadline_ns: int = 10**12, lane: str = "online") -> Pending:
     request = Request(
         request_id=arrival,
+        fingerprint="",
         deadline_ns=deadline_ns,
-        lane="online",
+        lane=lane,
         opens=True,
         dimensions=4,
         normalize=True,
@@ -75,6 +76,14 @@ def test_returned_work_takes_its_old_place() -> None:
     queue.push(whole(make_pending(2, [3])))
     queue.push(taken[0])
     assert shape(queue.next_batch(9)) == [(1, 0, 1), (1, 1, 2), (2, 0, 1)]
+
+
+def test_backfill_comes_after_whatever_else_waits() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(1, [5], lane="backfill")))
+    queue.push(whole(make_pending(2, [5])))
+    assert shape(queue.next_batch(5)) == [(2, 0, 1)]
+    assert shape(queue.next_batch(5)) == [(1, 0, 1)]
 
 
 def test_settled_requests_are_not_run_and_not_counted_after_pruning() -> None:

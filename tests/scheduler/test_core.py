@@ -66,11 +66,11 @@ class Rig:
             self.now_ns = min(end_ns, self.now_ns + 250 * MS)
             self._perform(self.core.on_tick(self.now_ns))
 
-    def live(self, seconds: int) -> None:
+    def live(self, seconds: int, *, held: int = 0) -> None:
         """Let time pass while the gateway and the worker beat."""
         for _ in range(4 * seconds):
             self.tick(250 * MS)
-            self.worker(Beat(EPOCH, 0))
+            self.worker(Beat(EPOCH, held))
             self.gateway(Beat(EPOCH, 0))
 
     def join(self, peer: bytes = b"g0") -> None:
@@ -103,6 +103,7 @@ class Rig:
 def make_request(request_id: int, *sequences: list[int], deadline_ns: int = 2**62, opens: bool = True) -> Request:
     return Request(
         request_id=request_id,
+        fingerprint=FACTS.fingerprint,
         deadline_ns=deadline_ns,
         lane="online",
         opens=opens,
@@ -139,11 +140,29 @@ def test_a_gateway_learns_the_model_when_the_first_worker_says_hello(metrics: Me
     assert [welcome.facts for welcome in rig.take(Welcome, b"g0")] == [FACTS]
 
 
-def test_joining_again_says_that_the_gateways_requests_are_still_held(rig: Rig) -> None:
+def test_a_join_is_answered_as_one_and_an_announcement_is_not(rig: Rig) -> None:
     rig.join()
-    assert [welcome.resumed for welcome in rig.take(Welcome)] == [True]
-    rig.join(b"g1")
-    assert [welcome.resumed for welcome in rig.take(Welcome, b"g1")] == [False]
+    assert [welcome.answers_join for welcome in rig.take(Welcome)] == [True]
+    rig.hello(b"w1")
+    assert [welcome.answers_join for welcome in rig.take(Welcome)] == [False]
+
+
+def test_a_gateway_that_joins_over_a_new_connection_leaves_nothing_under_the_old_one(rig: Rig) -> None:
+    rig.request(1, [1])
+    (batch,) = rig.take(Batch)
+    rig.gateway(Join(PROTOCOL_VERSION, "g0", 1), b"again")
+    rig.gateway(make_request(1, [1]), b"again")
+    rig.finish(batch)
+    assert rig.take(Reply, b"g0") == []
+    (again,) = rig.take(Batch)
+    rig.finish(again)
+    assert len(rig.take(Reply, b"again")) == 1
+
+
+def test_a_request_that_is_sent_twice_runs_once(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(1, [1], opens=False)
+    assert len(rig.take(Batch)) == 1
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
@@ -179,6 +198,18 @@ def test_when_the_model_is_replaced_what_was_tokenized_for_the_old_one_is_failed
     rig.request(1, [1])
     rig.hello(b"w1", dataclasses.replace(FACTS, fingerprint="other"))
     assert [failure.code for failure in rig.take(Failure)] == ["no_capacity"]
+    assert rig.take(Batch) == []
+
+
+def test_what_was_tokenized_for_another_model_never_runs_whenever_it_comes(metrics: Metrics) -> None:
+    # A scheduler that has just begun knows no model yet: the gateway's old requests come before the new worker.
+    rig = Rig(metrics)
+    rig.join()
+    old = dataclasses.replace(make_request(1, [1]), fingerprint="old", opens=False)
+    rig.gateway(old)
+    rig.hello()
+    rig.gateway(dataclasses.replace(old, request_id=2))
+    assert [failure.code for failure in rig.take(Failure)] == ["no_capacity", "no_capacity"]
     assert rig.take(Batch) == []
 
 
@@ -357,18 +388,37 @@ def test_a_silent_worker_gets_no_new_work_and_is_killed_after_two_seconds(rig: R
 
 def test_a_worker_that_beats_but_never_finishes_is_killed(rig: Rig) -> None:
     rig.request(1, [1])
-    rig.live(29)
+    rig.live(29, held=1)
     assert rig.killed == []
-    rig.live(1)
+    rig.live(1, held=1)
     assert rig.killed == [b"w0"]
 
 
 def test_when_the_scheduler_itself_stood_still_nobody_is_blamed(rig: Rig) -> None:
     rig.request(1, [1])
     rig.now_ns += 20 * SECOND
-    rig.core.on_tick(rig.now_ns)
+    rig.request(2, [2])  # heard before any tick
+    assert rig.take(Failure) == []
     rig.tick(250 * MS)
     assert rig.killed == []
+
+
+def test_a_hang_after_a_standstill_is_noticed_as_soon_as_any_other(rig: Rig) -> None:
+    rig.now_ns += 20 * SECOND
+    rig.worker(Beat(EPOCH, 0))
+    rig.tick(2 * SECOND)
+    assert rig.killed == [b"w0"]
+
+
+def test_a_batch_that_never_arrived_runs_again_without_blame(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.take(Batch)
+    rig.live(2)  # its beats tell of no batch
+    rig.tick(250 * MS)
+    assert rig.killed == [b"w0"]
+    rig.hello(b"w1")
+    (batch,) = rig.take(Batch, b"w1")
+    assert ids(batch) == [1]
 
 
 # --- refusing, cancelling, expiring ---
@@ -413,15 +463,14 @@ def test_a_silent_gateway_is_forgotten_and_told_to_send_again_when_it_joins(rig:
         rig.tick(SECOND)
         rig.worker(Beat(EPOCH, 0))
     rig.join()
-    assert [welcome.resumed for welcome in rig.take(Welcome)] == [False]
+    assert [welcome.answers_join for welcome in rig.take(Welcome)] == [True]
 
 
 def test_a_full_queue_refuses_what_opens_and_takes_what_belongs_to_an_accepted_request(rig: Rig) -> None:
-    rig.request(1, [1])
+    rig.request(1, [1] * 40)
     (batch,) = rig.take(Batch)
-    rig.now_ns += SECOND
     rows = oracle_rows(batch)
-    rig.worker(Result(EPOCH, batch.batch_id, 1_000_000, np.zeros(0, dtype=np.int32), rows))  # 1 s a token
+    rig.worker(Result(EPOCH, batch.batch_id, 40_000_000, np.zeros(0, dtype=np.int32), rows))  # 1 s a token
     for request_id in range(2, 5):
         rig.request(request_id, [request_id] * 11)
     (failure,) = [failure for failure in rig.take(Failure) if failure.request_id == 4] or [None]
@@ -446,8 +495,8 @@ def test_without_a_worker_requests_are_held_then_failed_when_none_comes_back(rig
 
 def test_the_status_tells_how_many_workers_are_ready_and_whether_work_moves(rig: Rig) -> None:
     rig.request(1, [1])
-    rig.live(9)
+    rig.live(9, held=1)
     status = rig.take(Ping, b"g0")[-1]
     assert (status.workers_ready, status.workers_total, status.progressing) == (1, 2, True)
-    rig.live(1)
+    rig.live(1, held=1)
     assert not rig.take(Ping, b"g0")[-1].progressing
