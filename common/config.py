@@ -95,7 +95,9 @@ class WorkerConfig(ProcessConfig):
 class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
     """`hedgerow serve`: every flag of every process, and how many of each there are."""
 
-    gateways: int = _option(1, "gateway processes, which share the port")
+    gateways: int = _option(
+        2, "gateway processes, which share the port; with one, a planned restart refuses connections"
+    )
     workers: str = _option(  # type: ignore[assignment]  # resolved to a number before any process loads it
         "auto", "workers: a number, or auto (one a GPU; on a CPU one)"
     )

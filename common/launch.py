@@ -39,6 +39,7 @@ EX_BUSY = 75  # EX_TEMPFAIL: somebody else has this place now
 
 _PR_SET_PDEATHSIG = 1
 _MAX_BACKOFF_S = 30
+_STOP_MARGIN_S = 5
 _USAGE = """usage: hedgerow COMMAND [flags]
 
   serve [MODEL]   the whole suite on this host, under supervisord
@@ -94,10 +95,11 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
     status = EX_FAILURE
     try:
         prepare_run_dir(config.run_dir)
-        lock = Lock(config.run_dir, name)
         history = _StartHistory(config.run_dir, name)
+        goes_on = not supervised or _wait(history.begin())
+        lock = Lock(config.run_dir, name)  # after the wait: who finds the place taken waits before the next try too
         status = 0
-        if not supervised or _wait(history.begin()):
+        if goes_on:
             logger.info("starting: %s", configuration.describe(config))
             status = run(config, history.clear)
             logger.info("stopped with status %d", status)
@@ -109,7 +111,8 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
         logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
         status = EX_FAILURE
     finally:
-        listener.stop()
+        if not log.stop(listener):
+            os._exit(status)  # nobody reads the log; a thread that waits to write it must not keep us
     sys.exit(status)
 
 
@@ -178,17 +181,17 @@ def _serve(flags: list[str]) -> int:
         prepare_run_dir(config.run_dir)
         Lock(config.run_dir, "scheduler").close()
         _check_port(config.host, config.port)
-    except (ModelNotFound, StartRefused, AddressInUse, PermissionError) as error:
+        metrics.clear(config.run_dir)
+        for path in Path(config.run_dir).glob("*.starts"):
+            path.unlink()
+        environment = configuration.to_environment(config)
+        environment["HEDGEROW_MODEL"] = str(model.path)
+        environment["HEDGEROW_SERVED_MODEL_NAME"] = config.served_model_name or model.name
+        environment["HEDGEROW_WORKERS"] = str(_num_workers(config))
+        conf = _write_supervisord_conf(config.run_dir, environment)
+    except (ModelNotFound, StartRefused, AddressInUse, OSError, ValueError) as error:
         sys.stderr.write(f"hedgerow serve: {error}\n")
         return EX_BUSY if isinstance(error, AddressInUse) else EX_FAILURE
-    metrics.clear(config.run_dir)
-    for path in Path(config.run_dir).glob("*.starts"):
-        path.unlink()
-    environment = configuration.to_environment(config)
-    environment["HEDGEROW_MODEL"] = str(model.path)
-    environment["HEDGEROW_SERVED_MODEL_NAME"] = config.served_model_name or model.name
-    environment["HEDGEROW_WORKERS"] = str(_num_workers(config))
-    conf = _write_supervisord_conf(config.run_dir, environment)
     # supervisord finds `hedgerow` where this Python found it, also when its environment is not activated.
     environment["PATH"] = configuration.path_with(str(Path(sys.executable).parent))
     sys.stderr.write(
@@ -205,8 +208,9 @@ def _serve(flags: list[str]) -> int:
 
 def _check_port(host: str, port: int) -> None:
     """Raises StartRefused when nothing can listen there: supervisord would only log it, and go on without."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    if ":" in host:
+        raise StartRefused(f"--host {host}: supervisord opens IPv4 addresses only. Choose one, or a proxy in front.")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -241,6 +245,9 @@ def _write_supervisord_conf(run_dir: str, environment: dict[str, str]) -> Path:
         r"^environment=HEDGEROW_HOST=.*$", lambda _: f"environment={values}", source.read_text(), flags=re.MULTILINE
     )
     assert replaced == 1, "supervisord.conf has lost its environment line"
+    # A process that is answering what it accepted must not be killed sooner than it gives up by itself.
+    wait_s = int(environment["HEDGEROW_DRAIN_TIMEOUT_S"]) + _STOP_MARGIN_S
+    text = re.sub(r"^stopwaitsecs=.*$", f"stopwaitsecs={wait_s}", text, flags=re.MULTILINE)
     target = Path(run_dir) / "supervisord.conf"
     target.write_text(text.replace("%(here)s/run", _escaped(run_dir)))
     return target

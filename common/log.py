@@ -86,3 +86,11 @@ def set_up(process: str, level: str, log_dir: str = "") -> logging.handlers.Queu
     listener = logging.handlers.QueueListener(records, target)
     listener.start()
     return listener
+
+
+def stop(listener: logging.handlers.QueueListener, timeout_s: float = 2.0) -> bool:
+    """Write what is queued and end the writer; False when it is stuck, since nobody reads what it writes."""
+    stopper = threading.Thread(target=listener.stop, daemon=True)
+    stopper.start()
+    stopper.join(timeout_s)
+    return not stopper.is_alive()

@@ -120,13 +120,13 @@ class Tokenizer:
         name = _input_name(index, 0)
         if not ids:
             raise InvalidRequest(f"{name} is an empty list of token ids.", param=name, code="empty_input")
-        if not self._all_in_vocabulary(ids):
-            raise self._first_bad_id(ids, name)
         if len(ids) > self._max_tokens:
             if not truncation.allowed:
                 raise _context_length_exceeded(name, len(ids), self._max_tokens)
             kept = self._max_tokens
             ids = ids[:kept] if truncation.direction == "right" else ids[-kept:]
+        if not self._all_in_vocabulary(ids):
+            raise self._first_bad_id(ids, name)
         return np.array(ids, dtype=np.int32)
 
     def _all_in_vocabulary(self, ids: list[object]) -> bool:
@@ -165,7 +165,8 @@ class Tokenizer:
         """An encoding whose first (or last) `room` tokens are those of the whole text.
 
         The part is cut at white space, where every pre-tokenizer in use splits, so that its words are the text's
-        words; more of the text is taken while the part holds too few tokens. A run without white space is not cut.
+        words; more of the text is taken while the part holds too few tokens. A long run without white space is cut
+        anywhere: what that changes lies beside the cut, in the margin.
         """
         num_chars = _FIRST_CHARS_PER_TOKEN * self._max_tokens
         while True:
@@ -197,13 +198,13 @@ def _relevant_part(text: str, direction: Direction, num_chars: int) -> str:
     if num_chars >= len(text):
         return text
     if direction == "right":
-        cut = num_chars
-        while cut < len(text) and not text[cut].isspace():
+        cut, farthest = num_chars, min(2 * num_chars, len(text))
+        while cut < farthest and not text[cut].isspace():
             cut += 1
         return text[:cut]
     # With the white space before its first word: byte-level tokenizers spell " word" and "word" differently.
-    cut = len(text) - num_chars
-    while cut > 0 and not text[cut].isspace():
+    cut, farthest = len(text) - num_chars, max(len(text) - 2 * num_chars, 0)
+    while cut > farthest and not text[cut].isspace():
         cut -= 1
     return text[cut:]
 

@@ -51,13 +51,15 @@ def prepare_run_dir(run_dir: str) -> None:
     """Make the run folder, for this user alone.
 
     Raises:
-        PermissionError: it belongs to somebody else, whose files could be swapped under us.
+        PermissionError: it belongs to somebody else, whose files could be swapped under us, or is everybody's.
     """
     path = Path(run_dir)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid():
         raise PermissionError(f"--run-dir {run_dir} belongs to another user; choose a folder of your own")
+    if stat.S_IMODE(status.st_mode) & 0o002:
+        raise PermissionError(f"--run-dir {run_dir} is writable by everybody; choose a folder of your own")
     if stat.S_IMODE(status.st_mode) & 0o077:
         path.chmod(0o700)
 

@@ -26,6 +26,7 @@ from aiohttp import web
 from common import metrics as metrics_module
 from common.config import GatewayConfig
 from common.errors import (
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
@@ -41,13 +42,14 @@ from gateway.answers import JSON, error_headers, render_error, request_id_of, se
 from gateway.auth import KeyCheck
 from gateway.body import BadRequest, read_body
 from gateway.client import Embedded, Options, Readiness, SchedulerClient
-from gateway.encoding import Encoder, EncodingLimits, Model, Threads
+from gateway.encoding import Encoder, Model, Threads
 from gateway.http import HttpLimits, Server
 from gateway.routes import openai, operations
 
 logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 64  # descriptors for everything that is no client's connection
+_PARSE_ON_LOOP = 262_144  # bytes of a body; larger ones are parsed on a thread
 _RENDER_ON_LOOP = 65_536  # values of an answer; more are rendered on a thread
 
 _OCTETS = "application/octet-stream"
@@ -77,7 +79,8 @@ class Call:
         self.request = request
         raw_path = request.raw_path
         # As it was sent: /v1/%65mbeddings or //v1/embeddings is no route, whatever it would decode to.
-        self.path = (raw_path if raw_path.startswith("/") else request.rel_url.raw_path).partition("?")[0]
+        path = (raw_path if raw_path.startswith("/") else request.rel_url.raw_path).partition("?")[0]
+        self.path = path[:-1] if len(path) > 1 and path.endswith("/") else path  # one trailing slash says nothing
         self.request_id = request_id_of(request.headers.get("X-Request-Id"))
         self.deadline_ns = 0
         self.fingerprint: str | None = None
@@ -206,8 +209,6 @@ class Gateway:
         return response
 
     def _route(self, path: str) -> _Route:
-        if len(path) > 1 and path.endswith("/"):
-            path = path[:-1]
         route = self._routes.get(path)
         if route is not None:
             return route
@@ -244,18 +245,35 @@ class Gateway:
         body = await read_body(call.request, config.max_body_bytes, timeout_s)
         model = await self._encoder.wait_for_model(call.deadline_ns)
         begin = now_ns()
-        asked = openai.parse(body, model.facts, max_inputs=config.max_inputs, auto_truncate=config.auto_truncate)
-        del body
+        parse = partial(
+            openai.parse, body, model.facts, max_inputs=config.max_inputs, auto_truncate=config.auto_truncate
+        )
+        asked = parse() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(parse)
+        del body, parse
         begin = _lap(call, "parse_us", begin)
-        limits = EncodingLimits(config.max_request_tokens, call.deadline_ns)
-        if asked.texts:
-            sequences = await self._encoder.encode(
-                model, asked.texts, prompt=asked.prompt, truncation=asked.truncation, lone=asked.lone, limits=limits
-            )
-        else:
-            sequences = await self._encoder.check(
-                model, asked.token_ids, truncation=asked.truncation, lone=asked.lone, limits=limits
-            )
+        try:
+            async with asyncio.timeout((call.deadline_ns - now_ns()) / 1e9):
+                if asked.texts:
+                    sequences = await self._encoder.encode(
+                        model,
+                        asked.texts,
+                        prompt=asked.prompt,
+                        truncation=asked.truncation,
+                        lone=asked.lone,
+                        max_tokens=config.max_request_tokens,
+                    )
+                else:
+                    sequences = await self._encoder.check(
+                        model,
+                        asked.token_ids,
+                        truncation=asked.truncation,
+                        lone=asked.lone,
+                        max_tokens=config.max_request_tokens,
+                    )
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "The deadline passed while the input was tokenized. Allow more time, or send less."
+            ) from None
         _lap(call, "tokenize_us", begin)
         call.fingerprint = model.facts.fingerprint
         try:

@@ -350,6 +350,11 @@ class SchedulerClient:
         """The model's facts; None until the first worker of the fleet has been ready."""
         return self._ledger.facts
 
+    @property
+    def refused(self) -> bool:
+        """Whether the scheduler will not have this gateway: another version, say."""
+        return self._ledger.refused is not None
+
     def readiness(self) -> Readiness:
         return self._ledger.readiness(now_ns())
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from common.errors import InvalidRequest, Unavailable
 from common.protocol import ModelFacts
 from common.tokenization import TokenIds, Tokenizer, TruncationRule
 from common.transport import now_ns
@@ -50,12 +50,6 @@ class Model:
 
     facts: ModelFacts
     tokenizer: Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class EncodingLimits:
-    max_tokens: int  # of one request
-    deadline_ns: int
 
 
 @dataclass(slots=True, eq=False)
@@ -212,13 +206,12 @@ class Encoder:
         prompt: str,
         truncation: TruncationRule,
         lone: bool,
-        limits: EncodingLimits,
+        max_tokens: int,
     ) -> list[TokenIds]:
         """The token ids of each text with `prompt` before it.
 
         Raises:
             InvalidRequest: a text is too long or holds no token, or all together have too many tokens.
-            DeadlineExceeded: the deadline passed meanwhile.
             InternalError: the tokenizer failed.
         """
         num_chars = sum(map(len, texts)) + len(prompt) * len(texts)
@@ -231,7 +224,7 @@ class Encoder:
             self._short.append(request)
             self._run_short()
             sequences = await request.future
-            _check_limits(sequences, sum(map(len, sequences)), limits)
+            _check_num_tokens(len(sequences), sum(map(len, sequences)), max_tokens)
             return sequences
 
         def encode_chunk(start: int, stop: int) -> list[TokenIds]:
@@ -240,7 +233,7 @@ class Encoder:
                 chunk = [prompt + text for text in chunk]
             return model.tokenizer.encode(chunk, truncation, first_index=None if lone else start)
 
-        return await self._in_chunks(encode_chunk, texts, len(prompt), limits)
+        return await self._in_chunks(encode_chunk, texts, len(prompt), max_tokens)
 
     async def check(
         self,
@@ -249,14 +242,17 @@ class Encoder:
         *,
         truncation: TruncationRule,
         lone: bool,
-        limits: EncodingLimits,
+        max_tokens: int,
     ) -> list[TokenIds]:
         """The client's own lists of token ids, checked against the vocabulary.
 
         Raises:
             InvalidRequest: a list is empty, too long or holds what is no token id, or all together are too many.
-            DeadlineExceeded: the deadline passed meanwhile.
         """
+
+        if not truncation.allowed:
+            # Before anything looks at each of them: a body may hold millions.
+            _check_num_tokens(len(token_ids), sum(map(len, token_ids)), max_tokens)
 
         def check_chunk(start: int, stop: int) -> list[TokenIds]:
             return [
@@ -264,14 +260,14 @@ class Encoder:
                 for index in range(start, stop)
             ]
 
-        return await self._in_chunks(check_chunk, token_ids, 0, limits)
+        return await self._in_chunks(check_chunk, token_ids, 0, max_tokens)
 
     async def _in_chunks(
         self,
         encode_chunk: Callable[[int, int], list[TokenIds]],
         inputs: Sequence[str] | Sequence[list[object]],
         extra_size: int,
-        limits: EncodingLimits,
+        max_tokens: int,
     ) -> list[TokenIds]:
         sequences: list[TokenIds] = []
         num_tokens = 0
@@ -279,7 +275,7 @@ class Encoder:
             chunk = await self._threads.run(partial(encode_chunk, start, stop))
             sequences += chunk
             num_tokens += sum(map(len, chunk))
-            _check_limits(sequences, num_tokens, limits)
+            _check_num_tokens(len(sequences), num_tokens, max_tokens)
         return sequences
 
     def _run_short(self) -> None:
@@ -356,16 +352,14 @@ def _encode_alone(request: _ShortRequest) -> list[TokenIds] | BaseException:
         return error
 
 
-def _check_limits(sequences: list[TokenIds], num_tokens: int, limits: EncodingLimits) -> None:
-    if num_tokens > limits.max_tokens:
+def _check_num_tokens(num_inputs: int, num_tokens: int, max_tokens: int) -> None:
+    if num_tokens > max_tokens:
         raise InvalidRequest(
-            f"input has more than {limits.max_tokens} tokens in all, {num_tokens} of them in its first "
-            f"{len(sequences)} inputs. Send several requests.",
+            f"input has more than {max_tokens} tokens in all, {num_tokens} of them in its first {num_inputs} inputs. "
+            "Send several requests.",
             param="input",
             code="too_many_tokens",
         )
-    if now_ns() > limits.deadline_ns:
-        raise DeadlineExceeded("The deadline passed while the input was tokenized. Allow more time, or send less.")
 
 
 def _same_tokenizer(before: ModelFacts, after: ModelFacts) -> bool:

@@ -43,8 +43,6 @@ _MAX_HEADER_BYTES = 64 * 1024  # of one that comes in several packets; one that 
 _LINGER_S = 2.0
 _MAX_LINGERING = 32  # of the connections over the limit; more are closed without this courtesy
 
-_LARGE_BYTES = 64 * 1024  # an answer that may not fit into the kernel's buffers
-
 
 class _TargetTooLong(InvalidRequest):
     status = 414
@@ -202,15 +200,12 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        is_small = (
-            not isinstance(resp, web.Response) or not isinstance(resp.body, bytes) or len(resp.body) < _LARGE_BYTES
-        )
-        timer = None if is_small else self._loop.call_later(self._server.limits.write_timeout_s, self.abort)
+        # Whatever the kernel's buffers do not take waits for the client to read; a small answer too, behind others.
+        timer = self._loop.call_later(self._server.limits.write_timeout_s, self.abort)
         try:
             result = await super().finish_response(request, resp, start_time)
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
         if self._is_broken:
             await self._linger()
         elif not resp.keep_alive and self.transport is not None and not self._body.is_eof():

@@ -26,6 +26,7 @@ from gateway.client import SchedulerClient
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+EX_CONFIG = 78
 
 
 def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
@@ -52,6 +53,9 @@ async def _serve(config: GatewayConfig, metrics: Metrics, sock: socket.socket, o
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
+    # Of another version than the scheduler, say after an upgrade: a new process has the code that is installed now.
+    client.on_refused = stop.set
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await gateway.start(sock)
@@ -69,6 +73,8 @@ async def _serve(config: GatewayConfig, metrics: Metrics, sock: socket.socket, o
     hurried.cancel()
     await gateway.close()
     logger.info("stopped")
+    if client.refused:
+        return EX_CONFIG
     return 0 if not stop_now.is_set() else 1
 
 

@@ -52,7 +52,7 @@ def test_a_stop_ends_the_wait(run_dir: str) -> None:
 
 def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> None:
     prepare_run_dir(run_dir)
-    config = ServeConfig(run_dir=run_dir, port=9123, gateways=3, workers="2")
+    config = ServeConfig(run_dir=run_dir, port=9123, gateways=3, workers="2", drain_timeout_s=100)
     path = launch._write_supervisord_conf(run_dir, to_environment(config))
     parser = configparser.RawConfigParser(inline_comment_prefixes=(" ;",))
     parser.read(path)
@@ -63,6 +63,7 @@ def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> No
     assert parser["supervisord"]["pidfile"] == f"{run_dir}/supervisord.pid"
     assert parser["unix_http_server"]["file"] == f"{run_dir}/supervisor.sock"
     assert "inet_http_server" not in parser
+    assert {parser[name]["stopwaitsecs"] for name in parser.sections() if "program:" in name} == {"105"}
 
 
 def test_a_value_that_supervisord_cannot_take_is_refused() -> None:
@@ -87,6 +88,34 @@ def test_a_gateway_whose_port_is_taken_says_so(run_dir: str) -> None:
         ended = run_hedgerow("gateway", "--port", str(port), "--run-dir", run_dir)
     assert ended.returncode == 1
     assert f"port {port}" in ended.stderr
+
+
+def test_an_address_that_supervisord_cannot_open_is_refused() -> None:
+    with pytest.raises(launch.StartRefused, match="IPv4"):
+        launch._check_port("::1", 8080)
+
+
+@pytest.mark.slow
+def test_a_process_whose_log_nobody_reads_still_ends(run_dir: str) -> None:
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-m", "scheduler", "--run-dir", run_dir, "--log-level", "debug"], stderr=writer
+    ) as process:
+        end = time.monotonic() + 20
+        while not Path(run_dir, "gateways.sock").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        os.set_blocking(writer, False)
+        try:
+            while True:
+                os.write(writer, b"x" * 65536)  # full
+        except BlockingIOError:
+            pass
+        os.set_blocking(writer, True)
+        process.terminate()
+        assert process.wait(10) == 0
+    os.close(reader)
+    os.close(writer)
 
 
 @pytest.mark.slow

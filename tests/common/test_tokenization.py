@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -288,3 +289,11 @@ def test_a_model_that_asks_for_lower_case_gets_it(folder: Path, minilm: Tokenize
     model = find_model("all-MiniLM-L6-v2").path
     both = Tokenizer(facts_of(model, max_tokens=256, vocab_size=30_522, lower_case=True))
     assert encode(both, "Straße [SEP] Ωmega") == encode(minilm, "Straße [SEP] Ωmega")
+
+
+@pytest.mark.parametrize("truncation", [RIGHT, LEFT], ids=["right", "left"])
+def test_of_a_long_run_without_white_space_only_a_part_is_read(minilm: Tokenizer, truncation: TruncationRule) -> None:
+    began = time.monotonic()
+    ids = encode(minilm, "字" * 5_000_000, truncation)
+    assert time.monotonic() - began < 1.0  # the whole takes several seconds
+    assert ids == encode(minilm, "字" * 300, truncation)

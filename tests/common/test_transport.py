@@ -123,6 +123,14 @@ def test_the_run_folder_is_for_its_user_alone(run_dir: str) -> None:
     assert Path(run_dir).stat().st_mode & 0o777 == 0o700
 
 
+def test_a_run_folder_that_everybody_can_write_to_is_refused_and_left_alone(run_dir: str) -> None:
+    Path(run_dir).mkdir()
+    Path(run_dir).chmod(0o1777)
+    with pytest.raises(PermissionError, match="everybody"):
+        prepare_run_dir(run_dir)
+    assert Path(run_dir).stat().st_mode & 0o7777 == 0o1777
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
 def test_a_run_folder_of_another_user_is_refused(run_dir: str) -> None:
     os.makedirs(run_dir)

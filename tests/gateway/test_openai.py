@@ -6,6 +6,7 @@ import asyncio
 import base64
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
@@ -306,6 +307,17 @@ async def test_a_request_that_comes_while_the_model_loads_waits_for_it(serve: Se
     assert not waiting.done()
     running.stub.on_facts(facts)
     assert (await waiting).status == 200
+
+
+@pytest.mark.slow
+async def test_a_deadline_is_kept_while_the_input_is_tokenized(serve: Serve) -> None:
+    running = await serve(max_inputs=100_000, max_request_tokens=10_000_000)
+    body = json.dumps({"input": ["w1 " * 14] * 100_000}).encode()
+    began = time.monotonic()
+    answer = await ask(running.port, "POST", "/v1/embeddings", body, {"X-Request-Timeout-Ms": "300"})
+    assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+    assert time.monotonic() - began < 1.5  # the whole takes several seconds
+    assert running.stub.submitted == []
 
 
 async def test_a_tokenizer_file_that_was_changed_is_not_used(serve: Serve, facts: ModelFacts) -> None:
