@@ -1,4 +1,4 @@
-"""Every way in which a request can fail, as one tree.
+"""Every way in which a request can fail, as one tree. (What is not even HTTP is told apart in `gateway/http.py`.)
 
 A class is a wire code, an HTTP status and an occasion. The gateway renders it as the error body; the
 scheduler sends it as a `Failure` message (`protocol.py`) and `from_wire` makes the class again on the other side.

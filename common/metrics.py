@@ -2,11 +2,12 @@
 
 The processes of a suite write into small memory-mapped files below the run folder; whichever gateway answers
 /metrics adds them all up, so the answer is the same from each (prometheus_client's multiprocess mode). Counters outlive
-the process that counted; gauges of a process that is gone are removed when somebody looks.
+the process that counted; gauges go with it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,12 +41,12 @@ class Metrics:
         # Gateway
         self.requests = counter("hedgerow_requests", "HTTP requests answered, by route and status", "route", "status")
         self.request_seconds = histogram(
-            "hedgerow_request_seconds", "From the first byte read to the last written", _SECONDS, "route"
+            "hedgerow_request_seconds", "From a complete header to a complete answer", _SECONDS, "route"
         )
         self.input_tokens = counter("hedgerow_input_tokens", "Tokens of answered requests")
         self.inputs = counter("hedgerow_inputs", "Inputs (texts or lists of ids) of answered requests")
         self.clients_gone = counter("hedgerow_clients_gone", "Requests whose client left before the answer")
-        self.resubmitted = counter("hedgerow_resubmitted_requests", "Requests sent again to a new scheduler")
+        self.resubmitted = counter("hedgerow_resubmitted_requests", "Requests sent (again) after a gap")
         self.late_replies = counter("hedgerow_late_replies", "Replies to requests that were already answered")
 
         # Scheduler
@@ -56,7 +57,9 @@ class Metrics:
         )
         self.batches = counter("hedgerow_batches", "Batches by outcome", "outcome")
         self.batch_tokens = histogram("hedgerow_batch_tokens", "Tokens of a batch", _TOKENS)
-        self.refused = counter("hedgerow_refused_requests", "Requests that were not run, by reason", "code")
+        self.refused = counter(
+            "hedgerow_refused_requests", "Requests that the scheduler answered with a failure, by code", "code"
+        )
         self.cancelled = counter("hedgerow_cancelled_requests", "Requests cancelled by their gateway")
         self.retried_sequences = counter("hedgerow_retried_sequences", "Sequences queued again after a worker was lost")
         self.stale_messages = counter(
@@ -93,13 +96,33 @@ def render(run_dir: str) -> bytes:
     from prometheus_client.multiprocess import MultiProcessCollector
 
     folder = _folder(run_dir)
-    for path in folder.glob("gauge_live*_*.db"):
-        pid = path.stem.rpartition("_")[2]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
-            path.unlink(missing_ok=True)
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]  # the library's gap
-    return generate_latest(registry)
+    with (folder / "lock").open("a") as lock:
+        # One gateway at a time: nobody reads while counts move from one file to another.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _fold_dead_processes(folder)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]  # the library's gap
+        return generate_latest(registry)
+
+
+def _fold_dead_processes(folder: Path) -> None:
+    """Add what dead processes counted to the files of process 0, and forget what they gauged.
+
+    Else a process that dies every half minute leaves thousands of files a day, all of them read by every scrape.
+    """
+    from prometheus_client.mmap_dict import MmapedDict
+
+    for path in folder.glob("*_*.db"):
+        kind, _, pid = path.stem.rpartition("_")
+        if pid == "0" or Path("/proc", pid).exists():
+            continue
+        if kind in {"counter", "histogram"}:
+            past = MmapedDict(str(folder / f"{kind}_0.db"))  # type: ignore[no-untyped-call]  # the library's gap
+            for key, value, timestamp, _ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
+                total, _ = past.read_value(key)  # type: ignore[no-untyped-call]
+                past.write_value(key, total + value, timestamp)  # type: ignore[no-untyped-call]
+            past.close()  # type: ignore[no-untyped-call]
+        path.unlink(missing_ok=True)
 
 
 def clear(run_dir: str) -> None:

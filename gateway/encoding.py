@@ -53,7 +53,7 @@ class Model:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _Work:
     function: Callable[[], object]
     future: asyncio.Future[object]
     result: object = None
@@ -77,8 +77,8 @@ class Threads:
 
     def __init__(self, num_threads: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._finished: deque[_Job] = deque()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._finished: deque[_Work] = deque()
         self._delivery_due = False
         self._threads = [
             threading.Thread(target=self._work, name=f"encoding-{index}", daemon=True) for index in range(num_threads)
@@ -87,25 +87,25 @@ class Threads:
             thread.start()
 
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """What `function` returns or raises. A future that is cancelled takes a job along that has not begun."""
+        """What `function` returns or raises. A future that is cancelled takes along work that has not begun."""
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_Job(function, future))  # type: ignore[arg-type]  # what the function returns is the future's
+        self._queue.put(_Work(function, future))  # type: ignore[arg-type]  # what the function returns is the future's
         return future
 
     def close(self) -> None:
         """End the threads once they have done what is queued."""
         for _ in self._threads:
-            self._jobs.put(None)
+            self._queue.put(None)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if job.future.cancelled():
+        while (work := self._queue.get()) is not None:
+            if work.future.cancelled():
                 continue
             try:
-                job.result = job.function()
+                work.result = work.function()
             except BaseException as error:  # noqa: BLE001  # handed to whoever waits; the thread lives on
-                job.error = error
-            self._finished.append(job)
+                work.error = error
+            self._finished.append(work)
             if not self._delivery_due:
                 self._delivery_due = True
                 try:
@@ -114,16 +114,16 @@ class Threads:
                     return  # the loop is closed: nobody waits any more
 
     def _deliver(self) -> None:
-        # Before the queue is emptied: a job that is appended after that sees False, and its thread calls again.
+        # Before the queue is emptied: work that is appended after that sees False, and its thread calls again.
         self._delivery_due = False
         while self._finished:
-            job = self._finished.popleft()
-            if job.future.done():
+            work = self._finished.popleft()
+            if work.future.done():
                 continue
-            if job.error is None:
-                job.future.set_result(job.result)
+            if work.error is None:
+                work.future.set_result(work.result)
             else:
-                job.future.set_exception(job.error)
+                work.future.set_exception(work.error)
 
 
 class Encoder:

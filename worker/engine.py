@@ -179,7 +179,7 @@ def _choose_max_batch_tokens(config: WorkerConfig, device: torch.device) -> int:
 
 
 def _fingerprint(checkpoint: Checkpoint, weights_sha256: str, dtype_name: str, limits: Limits) -> str:
-    """16 hex digits that are equal where the vectors are: over everything that a vector depends on."""
+    """16 hex digits that are equal where the vectors of the same token ids are (a prompt changes the ids)."""
     parts = (
         weights_sha256,
         checkpoint.config_sha256,

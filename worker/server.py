@@ -94,7 +94,9 @@ class Server:
         self._facts: ModelFacts | None = None  # likewise
         self._epoch: int | None = None  # from the first Ping on
         self._held: set[int] = set()  # batches of this epoch that are not answered
-        self._unsent: deque[Result | BatchFailed] = deque()  # at most as many as are held
+        self._unsent: deque[Result | BatchFailed] = (
+            deque()
+        )  # bounded by what is held, and by what a confused scheduler sends beyond
         self._signals = 0
         self._drain_deadline_s: float | None = None
         self._next_beat_s = 0.0

@@ -1,0 +1,47 @@
+"""The catalogue across processes: each in a child, since prometheus_client keeps one folder a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import metrics
+
+COUNT = """
+import sys
+from common.metrics import open_metrics
+metrics = open_metrics(sys.argv[1])
+metrics.inputs.inc(3)
+metrics.queue_seconds.observe(0.02)
+metrics.queued_tokens.set(7)
+metrics.requests.labels("/health", 200).inc()
+"""
+RENDER = "import sys; from common.metrics import render; sys.stdout.buffer.write(render(sys.argv[1]))"
+
+
+def run(script: str, run_dir: str) -> str:
+    command = [sys.executable, "-c", script, run_dir]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+@pytest.mark.slow
+def test_what_dead_processes_counted_stays_in_one_file_and_their_gauges_go(run_dir: str) -> None:
+    for _ in range(3):
+        run(COUNT, run_dir)
+    for _ in range(2):  # looking twice counts nothing twice
+        text = run(RENDER, run_dir)
+        assert "hedgerow_inputs_total 9.0" in text
+        assert "hedgerow_queue_seconds_count 3.0" in text
+        assert 'hedgerow_requests_total{route="/health",status="200"} 3.0' in text
+        assert "hedgerow_queued_tokens 7.0" not in text
+    assert {path.name for path in Path(run_dir, "metrics").glob("*.db")} == {"counter_0.db", "histogram_0.db"}
+
+
+@pytest.mark.slow
+def test_a_new_suite_counts_from_nothing(run_dir: str) -> None:
+    run(COUNT, run_dir)
+    metrics.clear(run_dir)
+    assert "hedgerow_inputs_total" not in run(RENDER, run_dir)
