@@ -27,7 +27,7 @@ from common.protocol import (
     Refuse,
     Result,
 )
-from common.transport import Router, address, prepare_run_dir
+from common.transport import PeerGone, Router, address, prepare_run_dir
 from tests.models import bert_config, bert_tensors, edit_json, make_batch, random_sequences, write_bert
 from tests.reference import BertReference
 
@@ -81,8 +81,18 @@ class WorkerProcess:
         self.router.send(self.peer, message)
 
     def ping(self, epoch: int) -> None:
-        """Begin an epoch, and wait until the worker has entered it."""
-        self.send(Ping(epoch, 1, 1, progressing=True))
+        """Begin an epoch, and wait until the worker has entered it.
+
+        While nobody spoke to it, it has come back under new routing ids: the last of them counts.
+        """
+        while (received := self.router.receive()) is not None:
+            self.peer = received[0]
+        while True:
+            try:
+                self.send(Ping(epoch, 1, 1, progressing=True))
+                break
+            except PeerGone:
+                self.hello()
         self.receive(lambda message: isinstance(message, Beat) and message.epoch == epoch)
 
     def end(self) -> tuple[int, str]:
