@@ -39,6 +39,8 @@ class ProcessConfig:
         if not self.run_dir:
             object.__setattr__(self, "run_dir", default_run_dir(self.port))
         _at_least(self, 0, "port", "slot")
+        if self.port > 65_535:
+            raise ValueError("--port needs at most 65535")
         _at_least(self, 1, "drain_timeout_s")
 
 

@@ -20,6 +20,7 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,16 +30,18 @@ from common import config as configuration
 from common import log, metrics
 from common.config import Config, ServeConfig
 from common.models import ModelNotFound, find_model
-from common.transport import AddressInUse, Lock, prepare_run_dir
+from common.transport import AddressInUse, Lock, address, prepare_run_dir
 
 logger = logging.getLogger(__name__)
 
 EX_FAILURE = 1
 EX_USAGE = 2
 EX_BUSY = 75  # EX_TEMPFAIL: somebody else has this place now
+EX_CONFIG = 78  # another try is in vain
 
 _PR_SET_PDEATHSIG = 1
 _MAX_BACKOFF_S = 30
+_UNCOUNTED_BACKOFF_S = 5.0
 _STOP_MARGIN_S = 5
 _USAGE = """usage: hedgerow COMMAND [flags]
 
@@ -61,6 +64,10 @@ _SUPERVISORD_VARIABLES = (
 
 class StartRefused(Exception):
     """The suite cannot start; the text says what to change."""
+
+
+class _ModelRefused(StartRefused):
+    """The model's folder declares what is not served."""
 
 
 def main() -> int:
@@ -91,25 +98,27 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
         _die_with_parent()
     config = configuration.load(config_class, sys.argv[1:])
     name = role if role == "scheduler" else f"{role}-{config.slot}"
-    listener = log.set_up(name, config.log_level, config.log_dir)
+    history = _StartHistory(config.run_dir, name)
+    if supervised and not _wait(history.begin()):
+        sys.exit(0)
+    try:
+        listener = log.set_up(name, config.log_level, config.log_dir)
+    except OSError as error:
+        sys.stderr.write(f"hedgerow {name}: --log-dir {config.log_dir} cannot be written to: {error.strerror}\n")
+        sys.exit(EX_FAILURE)
     status = EX_FAILURE
     try:
         prepare_run_dir(config.run_dir)
-        history = _StartHistory(config.run_dir, name)
-        goes_on = not supervised or _wait(history.begin())
-        lock = Lock(config.run_dir, name)  # after the wait: who finds the place taken waits before the next try too
-        status = 0
-        if goes_on:
-            logger.info("starting: %s", configuration.describe(config))
-            status = run(config, history.clear)
-            logger.info("stopped with status %d", status)
+        lock = Lock(config.run_dir, name)
+        logger.info("starting: %s", configuration.describe(config))
+        status = run(config, history.clear)
+        logger.info("stopped with status %d", status)
         lock.close()
     except AddressInUse as error:
         logger.error("%s", error)  # noqa: TRY400 the text says it all
         status = EX_BUSY
-    except (PermissionError, ValueError) as error:
-        logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
-        status = EX_FAILURE
+    except (OSError, ValueError) as error:
+        logger.error("cannot start: %s", error, exc_info=config.log_level == "debug")  # noqa: TRY400 the text says it all
     finally:
         if not log.stop(listener):
             os._exit(status)  # nobody reads the log; a thread that waits to write it must not keep us
@@ -128,8 +137,13 @@ class _StartHistory:
 
     def begin(self) -> float:
         """Count this start; the seconds to wait before it: 0, 1, 2, 4 … 30, within 20 %."""
-        failed_starts = len(self._read())
-        self._path.write_bytes(b"." * min(failed_starts + 1, 16))
+        try:
+            failed_starts = len(self._read())
+            self._path.write_bytes(b"." * min(failed_starts + 1, 16))
+        except FileNotFoundError:
+            return 0.0  # no run folder yet
+        except OSError:
+            return _UNCOUNTED_BACKOFF_S  # a full disk, say: what cannot be counted must not spin either
         if failed_starts == 0:
             return 0.0
         return min(2.0 ** (failed_starts - 1), _MAX_BACKOFF_S) * random.uniform(0.8, 1.2)
@@ -163,11 +177,15 @@ def _wait(delay_s: float) -> bool:
 
 def _die_with_parent() -> None:
     """Have the kernel end this process when supervisord dies: an orphan would hold its device and its lock."""
-    parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(EX_FAILURE)  # it died before the kernel was told
+    # It may have died before the kernel was told: then our parent is whoever takes in orphans.
+    try:
+        parent = Path("/proc", str(os.getppid()), "cmdline").read_bytes()
+    except OSError:
+        parent = b""
+    if b"supervisor" not in parent:
+        os._exit(EX_FAILURE)
 
 
 # --- the whole suite ---
@@ -178,7 +196,9 @@ def _serve(flags: list[str]) -> int:
     config = configuration.load(ServeConfig, flags)
     try:
         model = find_model(config.model)
+        _check_model(model.path)
         prepare_run_dir(config.run_dir)
+        address(config.run_dir, "gateways")
         Lock(config.run_dir, "scheduler").close()
         _check_port(config.host, config.port)
         metrics.clear(config.run_dir)
@@ -191,6 +211,8 @@ def _serve(flags: list[str]) -> int:
         conf = _write_supervisord_conf(config.run_dir, environment)
     except (ModelNotFound, StartRefused, AddressInUse, OSError, ValueError) as error:
         sys.stderr.write(f"hedgerow serve: {error}\n")
+        if isinstance(error, _ModelRefused):
+            return EX_CONFIG
         return EX_BUSY if isinstance(error, AddressInUse) else EX_FAILURE
     # supervisord finds `hedgerow` where this Python found it, also when its environment is not activated.
     environment["PATH"] = configuration.path_with(str(Path(sys.executable).parent))
@@ -204,6 +226,15 @@ def _serve(flags: list[str]) -> int:
     os.environ.update(environment)
     supervisord = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)]
     return os.execv(sys.executable, supervisord)
+
+
+def _check_model(folder: Path) -> None:
+    """Raises StartRefused for what the worker would refuse in the folder's JSON; it would be tried again for ever."""
+    # In a process of its own: the worker's package is not imported here.
+    command = [sys.executable, "-m", "worker.checkpoint", str(folder)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if checked.returncode != 0:
+        raise _ModelRefused(checked.stderr.strip())
 
 
 def _check_port(host: str, port: int) -> None:
@@ -254,6 +285,6 @@ def _write_supervisord_conf(run_dir: str, environment: dict[str, str]) -> Path:
 
 
 def _escaped(value: str) -> str:
-    if '"' in value or "\n" in value:
-        raise StartRefused(f"supervisord cannot take the value {value!r}: it holds a quotation mark or a line break")
-    return value.replace("%", "%%")
+    if any(character in value for character in '"%\n'):
+        raise StartRefused(f"supervisord cannot take the value {value!r}: it holds a quotation mark, % or a line break")
+    return value

@@ -96,6 +96,7 @@ def render(run_dir: str) -> bytes:
     from prometheus_client.multiprocess import MultiProcessCollector
 
     folder = _folder(run_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
     with (folder / "lock").open("a") as lock:
         # One gateway at a time: nobody reads while counts move from one file to another.
         fcntl.flock(lock, fcntl.LOCK_EX)

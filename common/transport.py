@@ -52,9 +52,13 @@ def prepare_run_dir(run_dir: str) -> None:
 
     Raises:
         PermissionError: it belongs to somebody else, whose files could be swapped under us, or is everybody's.
+        OSError: it cannot be made.
     """
     path = Path(run_dir)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(f"--run-dir {run_dir} cannot be made: {error.strerror}; choose another folder") from None
     status = path.stat()
     if status.st_uid != os.getuid():
         raise PermissionError(f"--run-dir {run_dir} belongs to another user; choose a folder of your own")

@@ -166,7 +166,9 @@ class Ledger:
             status = "starting" if self._welcome is None else "unavailable"
             return Readiness(status, 0, total, "The scheduler does not answer.")
         if self.facts is None:
-            return Readiness("starting", ready, total, "No worker has loaded the model yet.")
+            return Readiness(
+                "starting", ready, total, "No worker has loaded the model yet; if this lasts, a worker's log says why."
+            )
         if ready == 0:
             return Readiness("unavailable", 0, total, "No worker is ready.")
         if not self._status.progressing:

@@ -460,6 +460,34 @@ def test_a_model_that_is_nowhere_ends_the_start_with_its_name(run_dir: str) -> N
     assert "no-such-model" in ended.stderr
 
 
+def test_a_model_that_cannot_be_served_ends_the_start_with_file_and_field(run_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3Model"], "hidden_size": 8}))
+    ended = run_serve(str(tmp_path), "--port", str(free_port()), "--run-dir", run_dir)
+    assert ended.returncode == 78
+    assert "config.json" in ended.stderr or "tokenizer.json" in ended.stderr
+
+
+def test_a_port_that_is_none_is_a_wrong_flag(run_dir: str) -> None:
+    ended = run_serve("--port", "99999", "--run-dir", run_dir)
+    assert ended.returncode == 2
+    assert "--port" in ended.stderr
+
+
+def test_when_supervisord_is_killed_while_its_children_start_none_of_them_lives_on() -> None:
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        suite = Suite(f"{folder}/run")
+        end = time.monotonic() + 30
+        while len(pids := suite.children()) < 4:
+            assert time.monotonic() < end
+        suite.process.kill()
+        suite.process.wait()
+        end = time.monotonic() + 10
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < end, suite.log()
+            time.sleep(0.02)
+        suite.stop()
+
+
 def test_a_second_suite_in_the_same_run_folder_is_refused(ready: Suite) -> None:
     ended = run_serve("--port", str(free_port()), "--run-dir", str(ready.run_dir))
     assert ended.returncode == 75

@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn, TypeAlias, cast, get_args
 
 from common.tokenization import load_tokenizer
+from worker.models import check_architecture
 
 logger = logging.getLogger(__name__)
 
@@ -318,3 +320,19 @@ def _read_json(path: Path) -> object:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(read_file(path)).hexdigest()
+
+
+def main() -> int:
+    """`python -m worker.checkpoint FOLDER`: whether the folder declares a model that can be served, in a moment and
+    without torch. Its weights are not looked into."""
+    try:
+        checkpoint = Checkpoint.read(Path(sys.argv[1]))
+        check_architecture(checkpoint.architecture, checkpoint.config)
+    except ModelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 78
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -67,9 +67,9 @@ def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> No
 
 
 def test_a_value_that_supervisord_cannot_take_is_refused() -> None:
-    with pytest.raises(launch.StartRefused, match="quotation mark"):
-        launch._escaped('a"b')
-    assert launch._escaped("50%") == "50%%"
+    for value in ('a"b', "50%c", "a\nb"):
+        with pytest.raises(launch.StartRefused, match="quotation mark"):
+            launch._escaped(value)
 
 
 @pytest.mark.slow
@@ -130,6 +130,7 @@ def test_a_run_folder_that_is_too_long_for_a_socket_is_one_line_and_no_traceback
 def test_a_process_dies_with_its_supervisor(run_dir: str) -> None:
     # A parent that starts a scheduler as supervisord would, and is killed.
     script = (
+        "# supervisord\n"
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-m', 'scheduler', '--run-dir', {run_dir!r}])\n"
         "print(child.pid, flush=True)\n"
@@ -149,6 +150,27 @@ def test_a_process_dies_with_its_supervisor(run_dir: str) -> None:
     while _runs(child):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_process_whose_supervisor_is_gone_does_not_start(run_dir: str) -> None:
+    # Its parent is this test: not a supervisor, as the init process is not that takes in orphans.
+    ended = run_hedgerow("scheduler", "--run-dir", run_dir, SUPERVISOR_ENABLED="1")
+    assert ended.returncode == 1
+    assert not Path(run_dir, "gateways.sock").exists()
+
+
+@pytest.mark.slow
+def test_a_log_folder_that_cannot_be_written_to_is_one_line(run_dir: str) -> None:
+    ended = run_hedgerow("scheduler", "--run-dir", run_dir, "--log-dir", "/proc/nolog")
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert "--log-dir" in ended.stderr
+
+
+def test_starts_that_cannot_be_counted_wait_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.starts").mkdir()  # neither readable nor writable as a file
+    assert launch._StartHistory(str(tmp_path), "worker-0").begin() == 5
 
 
 def _runs(pid: int) -> bool:

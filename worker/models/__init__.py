@@ -6,11 +6,10 @@ looks alike: a family's variants differ in ways that only their code shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
-
-from worker.models import bert
+from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from worker.attention import Attention
     from worker.checkpoint import JsonFile
+    from worker.models.bert import BertModel
     from worker.ragged import RaggedBatch
 
 
@@ -42,22 +42,28 @@ class Model(Protocol):
         """What a checkpoint's tensor is called in `checkpoint_tensors`; None if it is known and not needed."""
 
 
-_FAMILIES: Mapping[str, Callable[[JsonFile, Attention], bert.BertModel]] = MappingProxyType(
+# Architecture → module. By name, so that what is supported can be asked without torch.
+_FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "BertModel": bert.build,
-        "BertForMaskedLM": bert.build,  # the same encoder; its language-model head is not used
-        "BertForPreTraining": bert.build,
+        "BertModel": "bert",
+        "BertForMaskedLM": "bert",  # the same encoder; its language-model head is not used
+        "BertForPreTraining": "bert",
     }
 )
 
 
-def build(architecture: str, config: JsonFile, attention: Attention) -> bert.BertModel:
+def check_architecture(architecture: str, config: JsonFile) -> None:
+    """Raises ModelError: no family has this architecture."""
+    if architecture not in _FAMILIES:
+        config.refuse("architectures", f"{architecture} is not supported; supported are {', '.join(_FAMILIES)}.")
+
+
+def build(architecture: str, config: JsonFile, attention: Attention) -> BertModel:
     """The model that config.json describes, its parameters yet to be filled.
 
     Raises:
         ModelError: the architecture, or something in its configuration, is not supported.
     """
-    family = _FAMILIES.get(architecture)
-    if family is None:
-        config.refuse("architectures", f"{architecture} is not supported; supported are {', '.join(_FAMILIES)}.")
-    return family(config, attention)
+    check_architecture(architecture, config)
+    family = importlib.import_module(f"worker.models.{_FAMILIES[architecture]}")
+    return cast("BertModel", family.build(config, attention))

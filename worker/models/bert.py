@@ -43,6 +43,9 @@ class BertConfig:
     @classmethod
     def parse(cls, config: JsonFile) -> BertConfig:
         """Raises ModelError: a field is missing, or has a value that this file does not implement."""
+        model_type = config.text("model_type")
+        if model_type not in (None, "bert"):
+            config.refuse("model_type", f"{model_type!r} is not a BertModel's.")
         position_embedding_type = config.text("position_embedding_type") or "absolute"
         if position_embedding_type != "absolute":
             config.refuse("position_embedding_type", f"{position_embedding_type!r} is not supported.")
