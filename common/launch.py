@@ -185,6 +185,10 @@ def _die_with_parent() -> None:
     except OSError:
         parent = b""
     if b"supervisor" not in parent:
+        sys.stderr.write(
+            "hedgerow: SUPERVISOR_ENABLED is set, yet no supervisord is the parent: it died, or unset that\n"
+        )
+        sys.stderr.flush()
         os._exit(EX_FAILURE)
 
 
@@ -230,10 +234,10 @@ def _serve(flags: list[str]) -> int:
 
 def _check_model(folder: Path) -> None:
     """Raises StartRefused for what the worker would refuse in the folder's JSON; it would be tried again for ever."""
-    # In a process of its own: the worker's package is not imported here.
-    command = [sys.executable, "-m", "worker.checkpoint", str(folder)]
+    # In a process of its own, since the worker's package is not imported here; -P: nor what the current folder holds.
+    command = [sys.executable, "-P", "-m", "worker.checkpoint", str(folder)]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if checked.returncode != 0:
+    if checked.returncode == EX_CONFIG:
         raise _ModelRefused(checked.stderr.strip())
 
 

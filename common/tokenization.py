@@ -39,7 +39,7 @@ _FIRST_CHARS_PER_TOKEN = 8
 _GROWTH = 4
 
 # A part must hold so many tokens more than are kept: those beside its cut may differ from the whole text's.
-_MARGIN_TOKENS = 16
+_MARGIN_TOKENS = 128  # a word of more than 100 characters is one [UNK] in WordPiece; cut in two, up to 100 tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ class Ledger:
         self._request_ids = itertools.count(1)
         self._welcome: Welcome | None = None
         self._status: Ping | None = None
+        self._asked = False  # to be let in, and not answered yet
         self._last_heard_ns = now_ns
 
     def readiness(self, now_ns: int) -> Readiness:
@@ -225,7 +226,7 @@ class Ledger:
         if self.refused is not None:
             return _TICK_S
         if self._welcome is None or now_ns - self._last_heard_ns >= _REJOIN_NS:
-            self._send(Join(PROTOCOL_VERSION, self._name, os.getpid()))
+            self._asked = self._send(Join(PROTOCOL_VERSION, self._name, os.getpid())) or self._asked
             return _JOIN_TICK_S
         self._send(Beat(self._welcome.epoch, 0))
         self._submit_again(lambda piece: not piece.sent)
@@ -236,10 +237,12 @@ class Ledger:
         return len(self._pieces)
 
     def _on_welcome(self, welcome: Welcome) -> None:
+        is_new = self._welcome is None or self._welcome.epoch != welcome.epoch
         self._welcome = welcome
         if welcome.facts is not None and welcome.facts != self.facts:
             self.facts = welcome.facts
-        if welcome.answers_join:
+        if welcome.answers_join and (is_new or self._asked):
+            self._asked = False  # a scheduler that stood still answers every Join that had piled up: once is enough
             # A new scheduler knows none of them. One that was merely not heard has some still, and drops the copies;
             # others it has answered into a connection that was dead: a successful send proves nothing.
             self._submit_again(lambda _: True)
@@ -338,7 +341,7 @@ class SchedulerClient:
 
     def __init__(self, run_dir: str, name: str, metrics: Metrics) -> None:
         self.on_facts: Callable[[ModelFacts], None] | None = None  # called on the loop when facts come or change
-        self.on_refused: Callable[[], None] | None = None  # called on the loop: another try is in vain
+        self.on_refused: Callable[[], object] | None = None  # called on the loop: another try is in vain
         self._metrics = metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = Dealer(self._context, address(run_dir, "gateways"), "g")
@@ -388,6 +391,8 @@ class SchedulerClient:
         """
         assert self._loop is not None, "start() comes first"
         request = OpenRequest.of(sequences, options)
+        if self._ledger.silent(now_ns()):
+            self._receive()  # perhaps it was we who stood still
         self._ledger.open(request, now_ns())
         self._loop.call_soon(self._receive)  # see _receive
         late = DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less.")
@@ -420,6 +425,7 @@ class SchedulerClient:
 
     def _tick(self) -> None:
         assert self._loop is not None
+        self._receive()
         now = now_ns()
         if self._ledger.silent(now) and now >= self._next_reconnect_ns:
             self._next_reconnect_ns = now + _SILENT_NS

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 EX_CONFIG = 78
+_REFUSED_S = 10.0
 
 
 def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
@@ -53,8 +54,9 @@ async def _serve(config: GatewayConfig, metrics: Metrics, sock: socket.socket, o
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
-    # Of another version than the scheduler, say after an upgrade: a new process has the code that is installed now.
-    client.on_refused = stop.set
+    # Of another version than the scheduler, say after an upgrade: a new process has the code that is installed now. Not
+    # at once, since it would be refused again where the scheduler is the old one; until then it answers 503.
+    client.on_refused = lambda: loop.call_later(_REFUSED_S, stop.set)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)

@@ -279,7 +279,8 @@ class Scheduler:
                 sum(span.num_sequences for span in spans),
             )
             # Only what it was running can have to do with its end.
-            running = batches[0].spans if batches and reason != "desynchronized" else []
+            blameless = reason in {"desynchronized", "reconnected"}
+            running = batches[0].spans if batches and not blameless else []
             spans = [with_loss(span) if any(span is other for other in running) else span for span in spans]
         error = RetriesExhausted(
             f"This input was running on {MAX_LOSSES} workers when each of them died.", retry_after_s=5

@@ -120,13 +120,7 @@ class Server:
             if stop_fd in ready:
                 return
             for side in self._sides:
-                exited = side.exited(ready)
-                # What a process said before it died comes first: its last result is one, and not a reason to blame it.
-                if side.router.socket in ready or (exited and side.router.socket.poll(_LAST_WORDS_MS)):
-                    self._receive(side)
-                for peer in exited:
-                    side.forget(peer)
-                    self._perform(side.on_lost(peer, "exited", now_ns()))
+                self._turn(side, ready)
             self._perform(self._core.on_tick(now_ns()))
             self._check_bound()
 
@@ -135,7 +129,26 @@ class Server:
             side.close()
         self._context.destroy(linger=0)
 
-    def _receive(self, side: _Side) -> None:
+    def _turn(self, side: _Side, ready: dict[object, int]) -> None:
+        """Hear what one side has said, then who of it has died, then who is new.
+
+        What a process said before it died comes first: its last result is a result, and no reason to blame it. Who is
+        new comes last: it may take the place of one that has died.
+        """
+        exited = side.exited(ready)
+        introductions: list[tuple[bytes, Join | Hello]] = []
+        if side.router.socket in ready or (exited and side.router.socket.poll(_LAST_WORDS_MS)):
+            introductions = self._receive(side)
+        for peer in exited:
+            side.forget(peer)
+            self._perform(side.on_lost(peer, "exited", now_ns()))
+        for peer, message in introductions:
+            side.watch(peer, message.pid)
+            self._perform(side.on_message(peer, message, now_ns()))
+
+    def _receive(self, side: _Side) -> list[tuple[bytes, Join | Hello]]:
+        """Handle what waits on a side's socket, but for introductions, which are returned."""
+        introductions: list[tuple[bytes, Join | Hello]] = []
         for _ in range(_MESSAGES_A_TURN):
             try:
                 received = side.router.receive()
@@ -144,11 +157,13 @@ class Server:
                 logger.warning("a message was dropped: %s", error)
                 continue
             if received is None:
-                return
+                break
             peer, message = received
             if isinstance(message, Join | Hello):
-                side.watch(peer, message.pid)
-            self._perform(side.on_message(peer, message, now_ns()))
+                introductions.append((peer, message))
+            else:
+                self._perform(side.on_message(peer, message, now_ns()))
+        return introductions
 
     def _perform(self, actions: list[Action]) -> None:
         """Do what the core asks. What cannot be delivered is news for the core, which may ask for more."""

@@ -239,7 +239,9 @@ class Server:
             self._held.discard(self._unsent.popleft().batch_id)
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + _BEAT_S
-            if self._epoch is not None and not self._dealer.send(Beat(self._epoch, len(self._held))):
+            # Draining, it declines batches; its Goodbye gives them back, so they are not missing.
+            held = len(self._held) if self._drain_deadline_s is None else _MAX_HELD
+            if self._epoch is not None and not self._dealer.send(Beat(self._epoch, held)):
                 # No connection, so the scheduler has ended. The next one hears of us as soon as it is there.
                 self._next_hello_s = now_s
 
@@ -247,6 +249,10 @@ class Server:
         if self._unanswered >= _MAX_UNANSWERED:
             logger.warning("nobody has answered %d introductions; reconnecting", self._unanswered)
             self._unanswered = 0
+            # Who takes us in again counts from nothing, and has what we held run again.
+            self._compute.drop_queued()
+            self._held.clear()
+            self._unsent.clear()
             dealer.reconnect()
         if dealer.send(Hello(PROTOCOL_VERSION, f"worker-{self._config.slot}", os.getpid(), facts)):
             self._unanswered += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import random
 import threading
 import time
 from pathlib import Path
@@ -297,3 +298,17 @@ def test_of_a_long_run_without_white_space_only_a_part_is_read(minilm: Tokenizer
     ids = encode(minilm, "字" * 5_000_000, truncation)
     assert time.monotonic() - began < 1.0  # the whole takes several seconds
     assert ids == encode(minilm, "字" * 300, truncation)
+
+
+@pytest.mark.parametrize("truncation", [RIGHT, LEFT], ids=["right", "left"])
+def test_a_cut_inside_a_very_long_word_changes_no_token_that_is_kept(
+    minilm: Tokenizer, minilm_reference: RustTokenizer, truncation: TruncationRule
+) -> None:
+    rng = random.Random(7)
+    for _ in range(40):
+        words = ["".join(rng.choices("abcdefgh", k=rng.randint(1, 3))) for _ in range(rng.randint(120, 240))]
+        runs = ["".join(rng.choices("abcdefgh0123", k=rng.randint(110, 200))) for _ in range(60)]
+        text = " ".join(words) + " " + "-".join(runs) + " " + " ".join(words)
+        whole = minilm_reference.encode(text, add_special_tokens=False)
+        whole.truncate(254, direction=truncation.direction)
+        assert encode(minilm, text, truncation)[1:-1] == whole.ids

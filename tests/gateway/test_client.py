@@ -298,8 +298,12 @@ async def test_whatever_is_unanswered_is_sent_again_when_a_join_is_answered(ledg
     ledger.on_message(reply(first), 0)
     ledger.on_message(Welcome(1, 7, False, FACTS, 10, 20), 0)
     assert wire.requests() == []
+    ledger.on_tick(SECOND)  # asks to be let in, several times while nobody answers
+    ledger.on_tick(SECOND)
     ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
     assert [request.lengths.tolist() for request in wire.requests()] == [[5]]
+    ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
+    assert wire.requests() == []
 
 
 async def test_a_reply_that_does_not_fit_is_a_protocol_error_and_changes_nothing(ledger: Ledger, wire: Wire) -> None:

@@ -183,9 +183,10 @@ def test_a_second_worker_of_the_same_name_is_refused_and_the_first_works_on(rig:
 def test_a_worker_that_comes_back_under_a_new_routing_id_takes_its_own_place(rig: Rig) -> None:
     rig.request(1, [1])
     rig.take(Batch)
-    rig.worker(Hello(PROTOCOL_VERSION, "w0", 1, FACTS), b"again")
-    assert rig.take(Refuse) == []
-    assert [ids(batch) for batch in rig.take(Batch, b"again")] == [[1]]
+    for again in (b"again", b"a third time", b"a fourth time"):
+        rig.worker(Hello(PROTOCOL_VERSION, "w0", 1, FACTS), again)
+        assert [ids(batch) for batch in rig.take(Batch, again)] == [[1]]
+    assert (rig.take(Refuse), rig.take(Failure)) == ([], [])  # nothing has died: the input is not to blame
 
 
 def test_a_worker_with_another_model_is_refused_while_the_first_model_is_served(rig: Rig) -> None:
