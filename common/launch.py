@@ -63,7 +63,7 @@ _SUPERVISORD_VARIABLES = (
 
 
 class StartRefused(Exception):
-    """The suite cannot start; the text says what to change."""
+    """A suite or a process cannot start; the text says what to change."""
 
 
 class _ModelRefused(StartRefused):
@@ -108,21 +108,39 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
         sys.exit(EX_FAILURE)
     status = EX_FAILURE
     try:
-        prepare_run_dir(config.run_dir)
-        lock = Lock(config.run_dir, name)
+        lock = _take_place(config.run_dir, name)
         logger.info("starting: %s", configuration.describe(config))
-        status = run(config, history.clear)
+        status = _run(run, config, history.clear)
         logger.info("stopped with status %d", status)
         lock.close()
     except AddressInUse as error:
         logger.error("%s", error)  # noqa: TRY400 the text says it all
         status = EX_BUSY
-    except (OSError, ValueError) as error:
-        logger.error("cannot start: %s", error, exc_info=config.log_level == "debug")  # noqa: TRY400 the text says it all
+    except StartRefused as error:
+        logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
     finally:
         if not log.stop(listener):
             os._exit(status)  # nobody reads the log; a thread that waits to write it must not keep us
     sys.exit(status)
+
+
+def _take_place(run_dir: str, name: str) -> Lock:
+    """Raises AddressInUse, or StartRefused: this run folder cannot be used."""
+    try:
+        prepare_run_dir(run_dir)
+        address(run_dir, "gateways")
+        return Lock(run_dir, name)
+    except (OSError, ValueError) as error:
+        raise StartRefused(str(error)) from None
+
+
+def _run(run: Callable[[Config, Callable[[], None]], int], config: Config, on_ready: Callable[[], None]) -> int:
+    try:
+        return run(config, on_ready)
+    except BaseException:
+        # Our own bug, or a machine that is out of something: the process dies, and the log must say where.
+        logger.critical("this process has failed", exc_info=True)
+        raise
 
 
 class _StartHistory:

@@ -161,6 +161,30 @@ def test_a_process_whose_supervisor_is_gone_does_not_start(run_dir: str) -> None
 
 
 @pytest.mark.slow
+def test_a_bug_in_a_running_process_is_logged_with_its_traceback(run_dir: str) -> None:
+    script = (
+        "from common.config import SchedulerConfig\n"
+        "from common.launch import run_process\n"
+        "def run(config, on_ready):\n"
+        "    on_ready()\n"
+        "    raise ValueError('a bug')\n"
+        "run_process('scheduler', SchedulerConfig, run)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, "--run-dir", run_dir, "--log-dir", f"{run_dir}-logs"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 1
+    log = Path(f"{run_dir}-logs", "scheduler.log").read_text()
+    assert "this process has failed" in log
+    assert "ValueError: a bug" in log
+    assert "cannot start" not in log
+
+
+@pytest.mark.slow
 def test_a_log_folder_that_cannot_be_written_to_is_one_line(run_dir: str) -> None:
     ended = run_hedgerow("scheduler", "--run-dir", run_dir, "--log-dir", "/proc/nolog")
     assert ended.returncode == 1
