@@ -36,8 +36,9 @@ import numpy.typing as npt
 import torch
 
 from common.config import DEFAULT_MODEL, WorkerConfig
+from common.metrics import Metrics
 from common.models import find_model
-from common.protocol import Batch
+from common.protocol import FLOAT32, Batch
 from worker.engine import Engine
 
 LONG, SHORT, NUM_SHORT = 256, 4, 31
@@ -66,6 +67,7 @@ def make_batch(lengths: list[int], engine: Engine, generator: np.random.Generato
         lengths=np.array(lengths, dtype=np.int32),
         dimensions=np.full(len(lengths), facts.dimensions, dtype=np.int32),
         normalize=np.ones(len(lengths), dtype=np.uint8),
+        encodings=np.full(len(lengths), FLOAT32, dtype=np.uint8),
     )
 
 
@@ -118,7 +120,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
 
     model = find_model(args.model)
-    engine = Engine(model, WorkerConfig(run_dir="unused", device=args.device, dtype=args.dtype))
+    engine = Engine(model, WorkerConfig(run_dir="unused", device=args.device, dtype=args.dtype), Metrics())
     facts = engine.hello()
     config = json.loads((model.path / "config.json").read_text())
     generator = np.random.default_rng(0)

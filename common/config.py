@@ -83,12 +83,22 @@ class WorkerConfig(ProcessConfig):
     device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = _option("auto", "what it computes in", choices=("auto", "float32", "bfloat16", "float16"))
     max_batch_tokens: str = _option("auto", "tokens one step should not exceed: a number, or auto")
+    attention: str = _option("auto", "attention backend; auto: the fastest here, as measured")
+    graphs: str = _option(
+        "lazy",
+        "CUDA graphs: captured as they are needed, all before the worker is ready, or never",
+        choices=("lazy", "eager-start", "off"),
+    )
+    max_graph_bytes: int = _option(4 * 1024**3, "device memory that captured graphs may take")
+    cache_dir: str = _option("", "folder of what was measured and compiled; default: hedgerow in the user's cache")
     threads: str = _option("auto", "CPU threads of one worker: a number, or auto")
     workers: int = _option(1, "workers on this host, which share its CPU cores")
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
-        _at_least(self, 1, "workers")
+        if not self.cache_dir:
+            object.__setattr__(self, "cache_dir", _default_cache_dir())
+        _at_least(self, 1, "workers", "max_graph_bytes")
         for name in ("max_batch_tokens", "threads"):
             _number_or_auto(name, getattr(self, name))
 
@@ -106,7 +116,9 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
 
     def __post_init__(self) -> None:
         GatewayConfig.__post_init__(self)
-        _at_least(self, 1, "gateways", "max_queue_ms")
+        if not self.cache_dir:
+            object.__setattr__(self, "cache_dir", _default_cache_dir())
+        _at_least(self, 1, "gateways", "max_queue_ms", "max_graph_bytes")
         for name in ("max_batch_tokens", "threads", "workers"):
             _number_or_auto(name, str(getattr(self, name)))
 
@@ -156,6 +168,11 @@ def default_run_dir(port: int) -> str:
     if not parent or not os.access(parent, os.W_OK):
         parent = tempfile.gettempdir()
     return str(Path(parent) / f"hedgerow-{os.getuid()}-{port}")
+
+
+def _default_cache_dir() -> str:
+    parent = os.environ.get("XDG_CACHE_HOME")
+    return str(Path(parent) / "hedgerow" if parent else Path.home() / ".cache" / "hedgerow")
 
 
 def api_key_from_environment() -> str | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LAUNCH_SECONDS = (0.00005, 0.0001, 0.00015, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25)
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -79,6 +80,21 @@ class Metrics:
             "hedgerow_nonfinite_rows", "Rows withheld because the model made a NaN or an infinity"
         )
         self.step_failures = counter("hedgerow_step_failures", "Steps that raised")
+        self.memory_splits = counter("hedgerow_memory_splits", "Steps halved since the device had no memory left")
+        self.step_launch_seconds = histogram(
+            "hedgerow_step_launch_seconds", "Host time from a batch to its launch", _LAUNCH_SECONDS
+        )
+        self.step_tokens = counter("hedgerow_step_tokens", "Tokens of steps on a GPU, by kind: real or padding", "kind")
+        self.graph_runs = counter(
+            "hedgerow_graph_runs",
+            "Steps on a GPU, by how they ran: replay of a graph, eager (no graph yet), large (none is worth it)",
+            "kind",
+        )
+        self.graph_captures = counter("hedgerow_graph_captures", "Graphs captured, by outcome", "outcome")
+        self.graph_capture_seconds = histogram("hedgerow_graph_capture_seconds", "Duration of a capture", _SECONDS)
+        self.graph_evictions = counter("hedgerow_graph_evictions", "Graphs dropped to keep within their memory")
+        self.graphs = gauge("hedgerow_graphs", "Graphs held")
+        self.graph_bytes = gauge("hedgerow_graph_bytes", "Device memory that graphs hold, in bytes")
 
 
 def open_metrics(run_dir: str) -> Metrics:

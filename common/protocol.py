@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from common.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # A header is a few hundred bytes; the largest, Hello, carries prompts. Small enough that a hostile header
 # (16 MB of nested empty lists take seconds to decode) costs nothing.
@@ -40,7 +40,12 @@ MAX_FRAMES = 8
 
 Int32Vector: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 1)]
 FlagVector: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 1)]
-Float32Matrix: TypeAlias = Annotated[npt.NDArray[np.float32], ("<f4", 2)]
+ByteMatrix: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 2)]
+
+# How a row is written: little-endian float32; int8; one bit a dimension, the first in the lowest bit of the first byte.
+# In a Batch it is the number, and the smallest number has the widest rows. A Request and ModelFacts have the name.
+FLOAT32, INT8, BINARY = 0, 1, 2
+ENCODINGS = {"float32": FLOAT32, "int8": INT8, "binary": BINARY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class ModelFacts:
     normalize: bool  # whether the checkpoint itself ends with a normalisation
     lower_case: bool
     tasks: list[str]
+    encodings: list[str]  # names of ENCODINGS: what it may be asked for
     prompts: dict[str, str]
     default_prompt_name: str | None
 
@@ -84,7 +90,7 @@ class Request:
     """Sequences to embed: all of a client's request, or one piece of a long one.
 
     `opens` marks the first piece: admission may refuse only that one, since the pieces that follow belong to a
-    request that was accepted. `dimensions` and `normalize` hold for every sequence.
+    request that was accepted. `dimensions`, `normalize` and `encoding` hold for every sequence.
     """
 
     request_id: int
@@ -93,12 +99,15 @@ class Request:
     lane: str
     opens: bool
     dimensions: int
-    normalize: bool
+    normalize: bool  # of float32 rows; the others are made of the row as the model pools it
+    encoding: str  # a name of ENCODINGS
     token_ids: Int32Vector  # [tokens], all sequences one after the other
     lengths: Int32Vector  # [sequences]
 
     def __post_init__(self) -> None:
         _check_lengths(self.lengths, self.token_ids)
+        if self.encoding not in ENCODINGS:
+            raise ValueError("an encoding that there is not")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +132,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A batch's rows, in the batch's order. Rows named in `nonfinite` hold no answer."""
+    """A batch's rows, in the batch's order. Rows named in `nonfinite` hold no answer.
+
+    All rows are as wide as the widest that a sequence of the batch needs at the model's full dimensions (`row_bytes` of
+    the smallest number among its encodings). A row begins with what its own encoding needs; the rest means nothing.
+    """
 
     epoch: int
     batch_id: int
     step_us: int  # from the start of the step to its last byte on the host
     nonfinite: Int32Vector  # [rows that are NaN or infinite]
-    rows: Float32Matrix  # [sequences, dimensions]
+    rows: ByteMatrix  # [sequences, row bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,26 +206,30 @@ class Batch:
     token_ids: Int32Vector  # [tokens]
     lengths: Int32Vector  # [sequences]
     dimensions: Int32Vector  # [sequences] columns that count, before any normalisation
-    normalize: FlagVector  # [sequences] 0 or 1
+    normalize: FlagVector  # [sequences] 0 or 1; says nothing where the encoding is not FLOAT32
+    encodings: FlagVector  # [sequences] FLOAT32, INT8 or BINARY
 
     def __post_init__(self) -> None:
         _check_lengths(self.lengths, self.token_ids)
-        if len(self.dimensions) != len(self.lengths) or len(self.normalize) != len(self.lengths):
-            raise ValueError("a batch needs dimensions and normalize for each of its sequences")
+        if not len(self.lengths) == len(self.dimensions) == len(self.normalize) == len(self.encodings):
+            raise ValueError("a batch needs dimensions, normalize and an encoding for each of its sequences")
+        if int(self.encodings.max()) > BINARY:
+            raise ValueError("an encoding that there is not")
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Some rows of a request: those of its sequences first_sequence … first_sequence + len(rows) - 1.
 
-    Rows are as wide as the model; the request's own `dimensions` first columns count.
+    Rows are as wide as their batch's: what the request's own encoding and dimensions need comes first (its
+    `row_bytes`), and the rest means nothing.
     """
 
     request_id: int
     first_sequence: int
     queue_us: int  # from arrival at the scheduler to dispatch
     step_us: int
-    rows: Float32Matrix
+    rows: ByteMatrix  # [sequences, row bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +276,8 @@ def encode(message: Message) -> list[Frame]:
     header: list[object] = [layout.kind]
     header.extend(pack(getattr(message, name)) for name, pack in layout.packers)
     arrays = [np.ascontiguousarray(getattr(message, name)) for name, _, _ in layout.arrays]
+    for (name, dtype, _), array in zip(layout.arrays, arrays, strict=True):
+        assert array.dtype == dtype, f"{name} is {array.dtype} where {dtype} travels: its peer would read other bytes"
     header.append([array.shape for array in arrays])
     # A zero-size array has no memoryview of bytes (cast refuses it); it still is a frame.
     return [_pack(header), *(array.data.cast("B") if array.size else b"" for array in arrays)]
@@ -302,6 +321,13 @@ def cu_seqlens(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def row_bytes(encoding: int, dimensions: int) -> int:
+    """The bytes of one row: `encoding` is FLOAT32, INT8 or BINARY (a number of a Batch, or of ENCODINGS by name)."""
+    if encoding == FLOAT32:
+        return 4 * dimensions
+    return dimensions if encoding == INT8 else (dimensions + 7) // 8
 
 
 def _check_lengths(lengths: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:

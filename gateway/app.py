@@ -283,6 +283,7 @@ class Gateway:
                     fingerprint=model.facts.fingerprint,
                     dimensions=asked.dimensions,
                     normalize=asked.normalize,
+                    encoding=asked.encoding,
                     lane=asked.lane,
                     deadline_ns=call.deadline_ns,
                 ),
@@ -308,9 +309,9 @@ class Gateway:
             headers = {
                 "Content-Type": _OCTETS,
                 "X-Embedding-Shape": f"{rows.shape[0]},{rows.shape[1]}",
-                "X-Embedding-Dtype": "float32",
+                "X-Embedding-Dtype": rows.dtype.name,
             }
-            return web.Response(body=openai.render_raw(rows), headers=headers)
+            return web.Response(body=openai.render_raw(rows, encoding_format), headers=headers)
         render = partial(openai.render, rows, encoding_format, model.facts.name, num_tokens)
         body = render() if rows.size <= _RENDER_ON_LOOP else await self._threads.run(render)
         return _json(body)

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ from common.errors import (
 )
 from common.metrics import Metrics
 from common.protocol import (
+    ENCODINGS,
     PROTOCOL_VERSION,
     Beat,
     Cancel,
@@ -43,6 +45,7 @@ from common.protocol import (
     Request,
     Welcome,
     cu_seqlens,
+    row_bytes,
 )
 from common.transport import Dealer, address, now_ns
 
@@ -61,11 +64,19 @@ _REJOIN_NS = 700_000_000
 _SILENT_NS = 2_000_000_000
 
 
+# One of: float32 [sequences, dimensions], int8 [sequences, dimensions], uint8 [sequences, ceil(dimensions / 8)] (of
+# binary: one bit a dimension, the first in the lowest bit of the first byte). The dtype tells which.
+Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.uint8]
+
+# What the bytes of a row are.
+_DTYPES = {"float32": "<f4", "int8": "|i1", "binary": "|u1"}
+
+
 @dataclass(frozen=True, slots=True)
 class Embedded:
     """A request's vectors, and where its time went."""
 
-    rows: npt.NDArray[np.float32]  # [sequences, dimensions]
+    rows: Rows
     queue_us: int  # the longest wait of any of its sequences
     step_us: int  # the steps that ran it, added up
 
@@ -84,7 +95,8 @@ class Options:
 
     fingerprint: str  # of the model that its text was tokenized for
     dimensions: int
-    normalize: bool
+    normalize: bool  # of float32 rows
+    encoding: str  # float32, int8 or binary
     lane: str
     deadline_ns: int
 
@@ -98,7 +110,7 @@ class OpenRequest:
     token_ids: npt.NDArray[np.int32]  # [tokens]
     lengths: npt.NDArray[np.int32]  # [sequences]
     offsets: npt.NDArray[np.int32]  # [sequences + 1]
-    rows: npt.NDArray[np.float32]  # [sequences, dimensions], filled as replies come
+    rows: npt.NDArray[np.uint8]  # [sequences, row bytes], filled as replies come
     answered: npt.NDArray[np.bool_]  # [sequences] since two schedulers may answer the same one
     unanswered: int  # sequences
     next_sequence: int = 0  # where the next piece begins
@@ -117,7 +129,7 @@ class OpenRequest:
             token_ids=sequences[0] if len(sequences) == 1 else np.concatenate(sequences),
             lengths=lengths,
             offsets=cu_seqlens(lengths),
-            rows=np.empty((len(sequences), options.dimensions), dtype=np.float32),
+            rows=np.empty((len(sequences), row_bytes(ENCODINGS[options.encoding], options.dimensions)), dtype=np.uint8),
             answered=np.zeros(len(sequences), dtype=np.bool_),
             unanswered=len(sequences),
         )
@@ -284,6 +296,7 @@ class Ledger:
                 opens=opens,
                 dimensions=options.dimensions,
                 normalize=options.normalize,
+                encoding=options.encoding,
                 token_ids=request.token_ids[first:last],
                 lengths=request.lengths[piece.start : piece.stop],
             )
@@ -297,10 +310,11 @@ class Ledger:
         request = piece.request
         first = piece.start + reply.first_sequence
         last = first + len(reply.rows)
-        if last > piece.stop or reply.rows.shape[1] < request.options.dimensions:
+        num_bytes = request.rows.shape[1]
+        if last > piece.stop or reply.rows.shape[1] < num_bytes:
             raise ProtocolError(f"a reply of {reply.rows.shape} does not fit its request")
         new = len(reply.rows) - int(np.count_nonzero(request.answered[first:last]))
-        request.rows[first:last] = reply.rows[:, : request.options.dimensions]
+        request.rows[first:last] = reply.rows[:, :num_bytes]
         request.answered[first:last] = True
         request.queue_us = max(request.queue_us, reply.queue_us)
         request.step_us += reply.step_us
@@ -312,7 +326,8 @@ class Ledger:
             request.waiting_tokens -= piece.num_tokens
             self._feed(request)
         if request.unanswered == 0 and not request.future.done():
-            request.future.set_result(Embedded(request.rows, request.queue_us, request.step_us))
+            rows = request.rows.view(_DTYPES[request.options.encoding])
+            request.future.set_result(Embedded(rows, request.queue_us, request.step_us))
 
     def _on_failure(self, failure: Failure) -> None:
         piece = self._pieces.pop(failure.request_id, None)
@@ -381,7 +396,7 @@ class SchedulerClient:
         self._context.term()
 
     async def submit(self, sequences: list[npt.NDArray[np.int32]], options: Options) -> Embedded:
-        """The vectors of sequences of token ids: [sequences, dimensions] in their order.
+        """The vectors of sequences of token ids, in their order, as `options` asks for them.
 
         When the caller's task is cancelled, so is the work.
 

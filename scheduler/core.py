@@ -335,7 +335,7 @@ class Scheduler:
         if batch is None:
             return
         try:
-            check_result(worker, batch, result)
+            check_result(batch, result)
         except BadResult as error:
             logger.error("%s answered batch %d with nonsense: %s", worker.name, batch.batch_id, error)  # noqa: TRY400 the peer's fault
             worker.in_flight = {batch.batch_id: batch, **worker.in_flight}

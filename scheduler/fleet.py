@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.protocol import Batch, Beat, ModelFacts, Result
+from common.protocol import ENCODINGS, Batch, Beat, ModelFacts, Result, row_bytes
 from scheduler.batching import Span
 
 _CREDITS = 2
@@ -32,6 +32,7 @@ class InFlight:
     batch_id: int
     spans: list[Span]
     num_tokens: int
+    row_bytes: int  # of each of its rows: as many as the widest needs
     sent_ns: int
     predicted_ns: int
 
@@ -97,6 +98,7 @@ class Fleet:
         self._next_batch_id += 1
         requests = [span.pending.request for span in spans]
         counts = [span.num_sequences for span in spans]
+        encodings = [ENCODINGS[request.encoding] for request in requests]
         token_ids = [
             request.token_ids[span.pending.offsets[span.start] : span.pending.offsets[span.stop]]
             for span, request in zip(spans, requests, strict=True)
@@ -108,12 +110,18 @@ class Fleet:
             lengths=np.concatenate([r.lengths[s.start : s.stop] for s, r in zip(spans, requests, strict=True)]),
             dimensions=np.repeat(np.array([r.dimensions for r in requests], dtype=np.int32), counts),
             normalize=np.repeat(np.array([r.normalize for r in requests], dtype=np.uint8), counts),
+            encodings=np.repeat(np.array(encodings, dtype=np.uint8), counts),
         )
         if not worker.in_flight:
             worker.running_since_ns = now_ns
         worker.short_beats = 0
         worker.in_flight[batch_id] = InFlight(
-            batch_id, spans, len(batch.token_ids), now_ns, int((predicted_ms or 0) * 1e6)
+            batch_id=batch_id,
+            spans=spans,
+            num_tokens=len(batch.token_ids),
+            row_bytes=row_bytes(min(encodings), worker.facts.dimensions),
+            sent_ns=now_ns,
+            predicted_ns=int((predicted_ms or 0) * 1e6),
         )
         return batch
 
@@ -157,9 +165,9 @@ def with_loss(span: Span) -> Span:
     return Span(span.pending, span.start, span.stop, span.losses + 1)
 
 
-def check_result(worker: Worker, batch: InFlight, result: Result) -> None:
-    """Raises BadResult unless the result has one row of the model's width for each sequence of the batch."""
-    expected = (sum(span.num_sequences for span in batch.spans), worker.facts.dimensions)
+def check_result(batch: InFlight, result: Result) -> None:
+    """Raises BadResult unless the result has one row of the batch's width for each sequence of the batch."""
+    expected = (sum(span.num_sequences for span in batch.spans), batch.row_bytes)
     if result.rows.shape != expected:
         raise BadResult(f"rows {result.rows.shape} where the batch needs {expected}")
     if len(result.nonfinite) and not 0 <= int(result.nonfinite.min()) <= int(result.nonfinite.max()) < expected[0]:

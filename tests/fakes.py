@@ -1,17 +1,20 @@
 """Peers for tests: real sockets and the real protocol around a model that is a hash.
 
 The oracle's vector depends on every token id of a sequence and on nothing else, so a mixed-up, stale or half answer is
-visible in every bit.
+visible in every bit. Its int8 and binary rows come from hashes of their own, and what a row has beyond its own bytes is
+noise, so that an answer in another encoding, or one that reads too far, is wrong as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +22,25 @@ import zmq
 
 from common.config import SchedulerConfig
 from common.metrics import Metrics
-from common.protocol import PROTOCOL_VERSION, Batch, Beat, Hello, Message, ModelFacts, Ping, Result, cu_seqlens
+from common.protocol import (
+    ENCODINGS,
+    PROTOCOL_VERSION,
+    Batch,
+    Beat,
+    Hello,
+    Message,
+    ModelFacts,
+    Ping,
+    Result,
+    cu_seqlens,
+    row_bytes,
+)
 from common.transport import Dealer, address, prepare_run_dir
 from scheduler.server import Server
 
-DIMENSIONS = 8
+DIMENSIONS = 16
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 
 FACTS = ModelFacts(
     name="oracle",
@@ -42,23 +59,39 @@ FACTS = ModelFacts(
     normalize=True,
     lower_case=False,
     tasks=["embed"],
+    encodings=["float32"],
     prompts={},
     default_prompt_name=None,
 )
+QUANTISING_FACTS = dataclasses.replace(FACTS, encodings=list(ENCODINGS))
 
 
-def oracle_vector(
-    token_ids: Sequence[int] | npt.NDArray[np.int32], dimensions: int = DIMENSIONS
-) -> npt.NDArray[np.float32]:
+def oracle_vector(token_ids: TokenIds, dimensions: int = DIMENSIONS) -> npt.NDArray[np.float32]:
     """The one right answer for a sequence: float32 [dimensions], from a hash of its ids."""
-    digest = hashlib.shake_256(np.asarray(token_ids, dtype="<i4").tobytes()).digest(2 * DIMENSIONS)
-    return np.frombuffer(digest, dtype="<u2").astype(np.float32)[:dimensions]
+    return np.frombuffer(_digest(token_ids, b"", 2 * DIMENSIONS), dtype="<u2").astype(np.float32)[:dimensions]
 
 
-def oracle_rows(batch: Batch) -> npt.NDArray[np.float32]:
-    """The right answer for each sequence of a batch: float32 [sequences, dimensions]."""
-    offsets = cu_seqlens(batch.lengths)
-    return np.stack([oracle_vector(batch.token_ids[a:b]) for a, b in pairwise(offsets)])
+def oracle_row(
+    token_ids: TokenIds, encoding: str, dimensions: int = DIMENSIONS
+) -> npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.uint8]:
+    """The one right answer for a sequence: `oracle_vector`, int8 [dimensions] or uint8 [dimensions / 8]."""
+    if encoding == "float32":
+        return oracle_vector(token_ids, dimensions)
+    if encoding == "int8":
+        return np.frombuffer(_digest(token_ids, b"int8", DIMENSIONS), dtype=np.int8)[:dimensions]
+    assert encoding == "binary"
+    assert dimensions % 8 == 0
+    return np.frombuffer(_digest(token_ids, b"binary", DIMENSIONS // 8), dtype=np.uint8)[: dimensions // 8]
+
+
+def oracle_rows(batch: Batch) -> npt.NDArray[np.uint8]:
+    """The right answer for each sequence of a batch: uint8 [sequences, row bytes], as a worker sends it."""
+    names = list(ENCODINGS)
+    rows = np.full((len(batch.lengths), row_bytes(int(batch.encodings.min()), DIMENSIONS)), 0xA5, dtype=np.uint8)
+    for row, encoding, (start, stop) in zip(rows, batch.encodings, pairwise(cu_seqlens(batch.lengths)), strict=True):
+        answer = oracle_row(batch.token_ids[start:stop], names[encoding]).view(np.uint8)
+        row[: len(answer)] = answer
+    return rows
 
 
 class FakeWorker:
@@ -113,6 +146,10 @@ class FakeWorker:
                         self._dealer.send(reply)
                 else:
                     self.refusals.append(message)
+
+
+def _digest(token_ids: TokenIds, salt: bytes, num_bytes: int) -> bytes:
+    return hashlib.shake_256(salt + np.asarray(token_ids, dtype="<i4").tobytes()).digest(num_bytes)
 
 
 def oracle_result(batch: Batch) -> Result:

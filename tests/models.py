@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from common.protocol import Batch
+
+if TYPE_CHECKING:
+    from worker.engine import Engine
 
 VOCAB_SIZE = 64
 HIDDEN_SIZE = 32
@@ -74,6 +79,75 @@ def bert_tensors(config: dict[str, object], seed: int = 0) -> Tensors:
     return tensors
 
 
+def qwen3_config(**changes: object) -> dict[str, object]:
+    """The config.json of a tiny Qwen3Model: two query heads a key head, heads wider than hidden_size / heads."""
+    return {
+        "architectures": ["Qwen3Model"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 48,
+        "max_position_embeddings": MAX_POSITIONS,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB_SIZE,
+        **changes,
+    }
+
+
+def pplx_config(**changes: object) -> dict[str, object]:
+    """The config.json of a tiny pplx-embed v1: a Qwen3Model without a causal mask, and code of its own."""
+    config = qwen3_config(
+        architectures=["PPLXQwen3Model"],
+        auto_map={"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": "modeling.PPLXQwen3Model"},
+        model_type="bidirectional_pplx_qwen3",
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+        use_bidirectional_attention=True,
+        use_cache=False,
+    )
+    del config["rope_scaling"], config["rope_theta"]
+    return config | changes
+
+
+def qwen3_tensors(config: dict[str, object], seed: int = 0) -> Tensors:
+    """Every tensor that a Qwen3Model of this configuration has, under the names of the bare stack's checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {name: value for name, value in config.items() if isinstance(value, int)}
+    hidden, intermediate, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    query, kv = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
+    tensors: Tensors = {"embed_tokens.weight": torch.randn(sizes["vocab_size"], hidden, generator=generator)}
+
+    def norm(name: str, size: int) -> None:
+        tensors[f"{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+
+    def linear(name: str, inputs: int, outputs: int) -> None:
+        tensors[f"{name}.weight"] = torch.randn(outputs, inputs, generator=generator) * 1.5 * inputs**-0.5
+
+    for index in range(sizes["num_hidden_layers"]):
+        layer = f"layers.{index}"
+        norm(f"{layer}.input_layernorm", hidden)
+        for part, size in (("q", query), ("k", kv), ("v", kv)):
+            linear(f"{layer}.self_attn.{part}_proj", hidden, size)
+        norm(f"{layer}.self_attn.q_norm", head_dim)
+        norm(f"{layer}.self_attn.k_norm", head_dim)
+        linear(f"{layer}.self_attn.o_proj", query, hidden)
+        norm(f"{layer}.post_attention_layernorm", hidden)
+        linear(f"{layer}.mlp.gate_proj", hidden, intermediate)
+        linear(f"{layer}.mlp.up_proj", hidden, intermediate)
+        linear(f"{layer}.mlp.down_proj", intermediate, hidden)
+    norm("norm", hidden)
+    return tensors
+
+
 def tokenizer(num_words: int = VOCAB_SIZE - 3) -> Tokenizer:
     """Words w0, w1 … with ids from 3 on, between [CLS] and [SEP]."""
     vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2} | {f"w{i}": i + 3 for i in range(num_words)}
@@ -82,6 +156,13 @@ def tokenizer(num_words: int = VOCAB_SIZE - 3) -> Tokenizer:
     made.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
+    return made
+
+
+def end_token_tokenizer() -> Tokenizer:
+    """The same words, an end token after the last of them: what last-token pooling of a Qwen3-Embedding is given."""
+    made = tokenizer()
+    made.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 2)])
     return made
 
 
@@ -105,17 +186,53 @@ def write_bert(
 ) -> Path:
     """A whole sentence-transformers folder around a tiny BertModel; returns it."""
     config = config or bert_config()
+    tensors = tensors if tensors is not None else bert_tensors(config)
+    ending = ["sentence_transformers.models.Normalize"] if normalize else []
+    return _write_folder(folder, config, tensors, tokenizer(), pooling, ending)
+
+
+def write_qwen3(
+    folder: Path,
+    *,
+    config: dict[str, object] | None = None,
+    tensors: Tensors | None = None,
+    pooling: str = "pooling_mode_lasttoken",
+    normalize: bool = True,
+) -> Path:
+    """A whole sentence-transformers folder around a tiny Qwen3Model, in the way of Qwen3-Embedding; returns it."""
+    config = config or qwen3_config()
+    tensors = tensors if tensors is not None else qwen3_tensors(config)
+    ending = ["sentence_transformers.models.Normalize"] if normalize else []
+    return _write_folder(folder, config, tensors, end_token_tokenizer(), pooling, ending)
+
+
+def write_pplx(folder: Path, *, config: dict[str, object] | None = None, tensors: Tensors | None = None) -> Path:
+    """A whole sentence-transformers folder around a tiny pplx-embed v1: mean pooling, its quantiser; returns it."""
+    config = config or pplx_config()
+    tensors = tensors if tensors is not None else qwen3_tensors(config)
+    ending = ["st_quantize.FlexibleQuantizer"]
+    return _write_folder(folder, config, tensors, tokenizer(), "pooling_mode_mean_tokens", ending)
+
+
+def _write_folder(
+    folder: Path,
+    config: dict[str, object],
+    tensors: Tensors,
+    text_tokenizer: Tokenizer,
+    pooling: str,
+    ending: list[str],
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors if tensors is not None else bert_tensors(config), folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     write_json(folder / "config.json", config)
-    (folder / "tokenizer.json").write_text(tokenizer().to_str())
-    classes = ["Transformer", "Pooling", "Normalize"] if normalize else ["Transformer", "Pooling"]
+    (folder / "tokenizer.json").write_text(text_tokenizer.to_str())
+    types = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling", *ending]
     paths = ["", "1_Pooling", "2_Normalize"]
     write_json(
         folder / "modules.json",
         [
-            {"idx": index, "name": str(index), "path": paths[index], "type": f"sentence_transformers.models.{name}"}
-            for index, name in enumerate(classes)
+            {"idx": index, "name": str(index), "path": path, "type": kind}
+            for index, (kind, path) in enumerate(zip(types, paths, strict=False))
         ],
     )
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": config["hidden_size"], pooling: True})
@@ -133,10 +250,11 @@ def make_batch(
     width: int = HIDDEN_SIZE,
     dimensions: list[int] | None = None,
     normalize: list[int] | None = None,
+    encodings: list[int] | None = None,
     epoch: int = 1,
     batch_id: int = 1,
 ) -> Batch:
-    """A batch of these sequences; without options all `width` columns count and nothing is normalised."""
+    """A batch of these sequences; without options all `width` columns count, as float32 that is not normalised."""
     return Batch(
         epoch=epoch,
         batch_id=batch_id,
@@ -144,4 +262,11 @@ def make_batch(
         lengths=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
         dimensions=np.array(dimensions or [width] * len(sequences), dtype=np.int32),
         normalize=np.array(normalize or [0] * len(sequences), dtype=np.uint8),
+        encodings=np.array(encodings or [0] * len(sequences), dtype=np.uint8),
     )
+
+
+def embed(engine: Engine, sequences: list[list[int]], **options: object) -> npt.NDArray[np.float32]:
+    """The float32 rows of a batch of these sequences; `options` are those of `make_batch`."""
+    batch = make_batch(sequences, **options)  # type: ignore[arg-type]  # options by name
+    return engine.step(batch).numpy().rows.view(np.float32)

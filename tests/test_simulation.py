@@ -22,6 +22,7 @@ import pytest
 from common.errors import ServiceError
 from common.metrics import Metrics
 from common.protocol import (
+    ENCODINGS,
     PROTOCOL_VERSION,
     Batch,
     Beat,
@@ -34,7 +35,7 @@ from common.protocol import (
 )
 from gateway.client import Embedded, Ledger, OpenRequest, Options
 from scheduler.core import Action, Kill, Scheduler, ToGateway, ToWorker
-from tests.fakes import DIMENSIONS, FACTS, oracle_result, oracle_vector
+from tests.fakes import DIMENSIONS, QUANTISING_FACTS, oracle_result, oracle_row
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -185,7 +186,7 @@ class World:
             return
         if not worker.hangs:
             silent = self.now_ns - worker.last_ping_ns > 700 * MS
-            hello = Hello(PROTOCOL_VERSION, worker.name, worker.pid, FACTS)
+            hello = Hello(PROTOCOL_VERSION, worker.name, worker.pid, QUANTISING_FACTS)
             self._from_worker(
                 worker, hello if worker.epoch is None or silent else Beat(worker.epoch, len(worker.batches))
             )
@@ -204,7 +205,7 @@ class World:
             if message.epoch != worker.epoch:
                 worker.epoch = message.epoch
                 worker.batches = worker.batches[:1]
-                self._from_worker(worker, Hello(PROTOCOL_VERSION, worker.name, worker.pid, FACTS))
+                self._from_worker(worker, Hello(PROTOCOL_VERSION, worker.name, worker.pid, QUANTISING_FACTS))
         elif isinstance(message, Batch) and message.epoch == worker.epoch:
             worker.batches.append(message)
             assert sum(batch.epoch == message.epoch for batch in worker.batches) <= 2, "more batches than credits"
@@ -242,8 +243,12 @@ class World:
             sequences[rng.randrange(len(sequences))][0] = POISON
         timeout_ns = int((timeout_s or rng.uniform(0.05, 60)) * SECOND)
         deadline_ns = self.now_ns + timeout_ns
-        entry = OpenRequest.of(sequences, Options(FACTS.fingerprint, DIMENSIONS, True, "online", deadline_ns))
-        self.deadlines_ns.update({sequence.tobytes(): deadline_ns for sequence in sequences})
+        encoding = rng.choice(list(ENCODINGS))
+        fingerprint = QUANTISING_FACTS.fingerprint
+        entry = OpenRequest.of(sequences, Options(fingerprint, DIMENSIONS, True, encoding, "online", deadline_ns))
+        for sequence in sequences:
+            key = sequence.tobytes()  # two requests may hold the same short sequence
+            self.deadlines_ns[key] = max(deadline_ns, self.deadlines_ns.get(key, 0))
         ledger = rng.choice(list(self.ledgers.values()))
         outcomes: list[str] = []
         entry.future.add_done_callback(lambda _: outcomes.append("done"))
@@ -293,7 +298,9 @@ async def test_every_request_ends_once_and_rightly_in_any_weather(world: World) 
             continue
         result = entry.future.result()
         assert isinstance(result, Embedded)
-        np.testing.assert_array_equal(result.rows, [oracle_vector(sequence) for sequence in sequences])
+        expected = np.stack([oracle_row(sequence, entry.options.encoding) for sequence in sequences])
+        assert result.rows.dtype == expected.dtype
+        np.testing.assert_array_equal(result.rows, expected)
         answered += 1
     assert answered > 75
     # Quiet: nobody holds anything any more.

@@ -5,7 +5,9 @@ The folder is read as sentence-transformers reads it (`modules.json` and the fil
 
 Everything that could change a vector is either understood or stops the start with a `ModelError` that names the file
 and the field. A warning was rejected: the server would look healthy and answer numbers that no other software gives.
-No code from a model is run, ever: a folder that asks for that (`auto_map`) is refused.
+No code from a model is run, ever. A folder that brings some (`auto_map`) is refused, unless its architecture is one
+whose code a family of `worker.models` stands for. What that code does after pooling (pplx-embed's quantising module) is
+known by the name of its class.
 """
 
 from __future__ import annotations
@@ -13,19 +15,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn, TypeAlias, cast, get_args
 
 from common.tokenization import load_tokenizer
-from worker.models import check_architecture
+from worker.models import check_architecture, check_own_code, stands_for_own_code
 
 logger = logging.getLogger(__name__)
 
 Pooling: TypeAlias = Literal["cls", "mean", "last", "max"]
 
 _MODULE_CLASSES = ("Transformer", "Pooling", "Normalize")
+
+# pplx-embed's own: it makes int8 or bits of what is pooled. Without it vectors are float32 alone.
+_QUANTIZER_MODULE, _QUANTIZER_CLASS = "st_quantize", "FlexibleQuantizer"
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -92,6 +98,12 @@ class JsonFile:
             self.refuse(field, f"a number between 0 and 1 is needed, not {value!r}.")
         return float(value)
 
+    def positive_number(self, field: str) -> float:
+        value = self.values.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            self.refuse(field, f"a positive number is needed, not {value!r}.")
+        return float(value)
+
     def flag(self, field: str, default: bool) -> bool:
         value = self.values.get(field)
         if value is None:
@@ -117,6 +129,7 @@ class Checkpoint:
     architecture: str
     pooling: Pooling
     normalize: bool
+    encodings: list[str]  # what vectors may be asked for, names of common.protocol
     lower_case: bool
     length_limit: int | None  # tokens, as its files declare; the position table may set a lower one
     prompts: dict[str, str]
@@ -134,6 +147,8 @@ class Checkpoint:
         folder = root / modules.transformer
         config = JsonFile.read(folder / "config.json")
         architecture = _read_architecture(config)
+        if modules.quantizes and not stands_for_own_code(architecture):
+            raise ModelError(f"{root / 'modules.json'}: type: {_QUANTIZER_CLASS} is not known of a {architecture}.")
         hidden_size = config.integer("hidden_size")
         settings = _read_sentence_settings(root)
         pooling: Pooling = "mean"
@@ -152,6 +167,7 @@ class Checkpoint:
             architecture=architecture,
             pooling=pooling,
             normalize=modules.normalize,
+            encodings=["float32", "int8", "binary"] if modules.quantizes else ["float32"],
             lower_case=transformer.flag("do_lower_case", default=False),
             length_limit=_length_limit(transformer, folder),
             prompts=settings.prompts,
@@ -165,6 +181,7 @@ class _Modules:
     transformer: str  # folder, relative to the root
     pooling: str | None
     normalize: bool
+    quantizes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +193,7 @@ class _SentenceSettings:
 def _read_modules(root: Path) -> _Modules:
     path = root / "modules.json"
     if not path.exists():
-        return _Modules(transformer="", pooling=None, normalize=False)
+        return _Modules(transformer="", pooling=None, normalize=False, quantizes=False)
     entries = _read_json(path)
     if not isinstance(entries, list):
         raise ModelError(f"{path}: a list of modules is needed, not {type(entries).__name__}.")
@@ -188,26 +205,33 @@ def _read_modules(root: Path) -> _Modules:
         module = JsonFile(path, entry)
         # sentence_transformers.models.Pooling, or the longer names of later releases: the class is what counts.
         package, _, class_name = (module.text("type") or "").rpartition(".")
-        if package.partition(".")[0] != "sentence_transformers" or class_name not in _MODULE_CLASSES:
+        of_library = package.partition(".")[0] == "sentence_transformers" and class_name in _MODULE_CLASSES
+        if not of_library and (package, class_name) != (_QUANTIZER_MODULE, _QUANTIZER_CLASS):
             module.refuse("type", f"module {module.text('type')!r} is not supported.")
         folder = module.text("path") or ""
         if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
             module.refuse("path", f"{folder!r} leads out of the model's folder.")
         classes.append(class_name)
         folders.append(folder)
-    if classes not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise ModelError(f"{path}: type: Transformer, Pooling and perhaps Normalize are supported, not {classes}.")
-    return _Modules(transformer=folders[0], pooling=folders[1], normalize="Normalize" in classes)
+    ending = classes[2:]
+    if classes[:2] != ["Transformer", "Pooling"] or ending not in ([], ["Normalize"], [_QUANTIZER_CLASS]):
+        known = f"Transformer, Pooling and perhaps Normalize or {_QUANTIZER_CLASS}"
+        raise ModelError(f"{path}: type: {known} are supported, not {classes}.")
+    return _Modules(
+        transformer=folders[0],
+        pooling=folders[1],
+        normalize=ending == ["Normalize"],
+        quantizes=ending == [_QUANTIZER_CLASS],
+    )
 
 
 def _read_architecture(config: JsonFile) -> str:
-    if config.values.get("auto_map"):
-        config.refuse("auto_map", "this model brings its own code, which is never run.")
     if config.values.get("quantization_config"):
         config.refuse("quantization_config", "quantized weights are not supported.")
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         config.refuse("architectures", f"a list of one name is needed, not {architectures!r}.")
+    check_own_code(architectures[0], config)
     return architectures[0]
 
 

@@ -1,11 +1,13 @@
-"""The thread that owns the device: it builds the engine, then runs batches in the order in which they come.
+"""The threads behind the socket's: one owns the device and launches, one waits for what was launched.
 
-The other thread (`server`) owns the socket, so that it can say that this process lives while a step runs. Batches go in
-through a queue; outcomes come back through another, each announced on an eventfd that the other thread polls. Neither
-queue needs a bound of its own: the server takes no more than two batches at once.
+The server's thread owns the socket, so that it can say that this process lives while a step runs. Batches go in
+through a queue; outcomes come back through another, each announced on an eventfd that the server polls. No queue needs
+a bound of its own: the server takes no more than two batches at once.
 
-A step is launched before the previous one's rows are read, so that the host prepares the next batch while the device
-still works. What is ready at once (always so on a CPU) is handed on before anything else is launched.
+    server ─batch→ launcher: Engine.step ─LazyTensor→ collector: waits, asleep ─outcome→ server
+
+The launcher never waits for the device, so the next step is launched behind the running one. What is ready at once
+(always so on a CPU) it hands on itself. When nothing waits it lets the engine tend to its graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_RUNNING = 2
 _MAX_MESSAGE_CHARS = 1000
 
 
@@ -44,7 +45,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The engine cannot be built, or the thread has ended by a bug: there will be no more outcomes."""
+    """The engine cannot be built, its device is lost, or a thread has ended by a bug: no more outcomes will come."""
 
     error: Exception
 
@@ -52,30 +53,41 @@ class Broken:
 Outcome: TypeAlias = Ready | Broken | Result | BatchFailed
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+@dataclass(slots=True, eq=False)
+class _Step:
     batch: Batch
     launched_ns: int
-    rows: LazyTensor
+    rows: LazyTensor | None = None  # until it is launched
 
 
 class Compute:
-    """All public methods are for the other thread."""
+    """All public methods are for the server's thread."""
 
     def __init__(self, build: Callable[[], Engine], metrics: Metrics) -> None:
         self._build = build
         self._metrics = metrics
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._running: deque[_Step] = deque()  # the oldest first; each step leaves it once, wherever it ends
         self._finished_ns = 0
-        self.step_began_s: float | None = None  # of the oldest step that has not ended; on time.monotonic()'s clock
         # Readable while outcomes wait. Left open at the end: a thread that is still in a step may yet write to it.
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # A daemon: where a step hangs, the process must still be able to end.
-        self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
+        # Daemons: where a step hangs, the process must still be able to end.
+        self._launcher = threading.Thread(target=self._launch_all, name="launcher", daemon=True)
+        self._collector = threading.Thread(target=self._collect_all, name="collector", daemon=True)
+
+    @property
+    def step_began_s(self) -> float | None:
+        """When the oldest step that has not ended began, on time.monotonic()'s clock."""
+        try:
+            return max(self._running[0].launched_ns, self._finished_ns) / 1e9
+        except IndexError:
+            return None
 
     def start(self) -> None:
-        self._thread.start()
+        self._launcher.start()
+        self._collector.start()
 
     def submit(self, batch: Batch) -> None:
         self._batches.put(batch)
@@ -102,76 +114,89 @@ class Compute:
             return outcomes
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the thread end after what is queued, and wait so long for it; whether it has ended."""
+        """Let the threads end after what is queued, and wait so long for them; whether they have ended."""
+        deadline_s = time.monotonic() + timeout_s
         self._batches.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        for thread in (self._launcher, self._collector):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self._launcher.is_alive() and not self._collector.is_alive()
 
-    # --- on the thread itself ---
+    # --- on the launcher ---
 
-    def _main(self) -> None:
+    def _launch_all(self) -> None:
         try:
-            engine = self._build()
+            engine = self._engine = self._build()
             self._put(Ready(engine.hello()))
-            self._run(engine)
-        except Exception as error:  # noqa: BLE001  # carried to the other thread, which ends the process
+            while (batch := self._next_batch(engine)) is not None:
+                self._launch(engine, batch)
+        except Exception as error:  # noqa: BLE001  # carried to the server's thread, which ends the process
+            self._put(Broken(error))
+        finally:
+            self._launched.put(None)
+
+    def _next_batch(self, engine: Engine) -> Batch | None:
+        """The next batch, as soon as there is one; None when there will be none."""
+        while True:
+            try:
+                return self._batches.get_nowait()
+            except queue.Empty:
+                if not engine.tend():
+                    return self._batches.get()
+
+    def _launch(self, engine: Engine, batch: Batch) -> None:
+        step = _Step(batch, time.monotonic_ns())
+        self._running.append(step)
+        try:
+            step.rows = engine.step(batch)
+        except Exception as error:  # noqa: BLE001  # one batch's failure is its own; the loop goes on
+            self._fail(step, error)
+            return
+        self._metrics.step_launch_seconds.observe((time.monotonic_ns() - step.launched_ns) / 1e9)
+        if step is self._running[0] and step.rows.ready():
+            self._collect(step)
+        else:
+            self._launched.put(step)
+
+    # --- on the collector ---
+
+    def _collect_all(self) -> None:
+        try:
+            while (step := self._launched.get()) is not None:
+                self._collect(step)
+        except Exception as error:  # noqa: BLE001  # as the launcher's
             self._put(Broken(error))
 
-    def _run(self, engine: Engine) -> None:
-        running: deque[_Running] = deque()
-        while True:
-            batch = self._next_batch(wait=not running)
-            if batch is None and not running:
-                return
-            if batch is not None:
-                self._launch(engine, batch, running)
-            # With nothing new to launch, wait for the oldest; with a new one launched, for the one before it.
-            while running and (batch is None or len(running) == _MAX_RUNNING or running[0].rows.ready()):
-                self._flush(running.popleft())
-                self.step_began_s = running[0].launched_ns / 1e9 if running else None
+    # --- on either; of one step, one of them ---
 
-    def _next_batch(self, *, wait: bool) -> Batch | None:
-        """The next batch; None when there is none, or, after waiting, when there will be none."""
-        try:
-            return self._batches.get(block=wait)
-        except queue.Empty:
-            return None
-
-    def _launch(self, engine: Engine, batch: Batch, running: deque[_Running]) -> None:
-        launched_ns = time.monotonic_ns()
-        self.step_began_s = self.step_began_s or launched_ns / 1e9
-        try:
-            rows = engine.step(batch)
-        except Exception as error:  # noqa: BLE001  # one batch's failure is its own; the loop goes on
-            self._fail(batch, error)
-            self.step_began_s = running[0].launched_ns / 1e9 if running else None
-            return
-        running.append(_Running(batch, launched_ns, rows))
-
-    def _flush(self, step: _Running) -> None:
+    def _collect(self, step: _Step) -> None:
         """Wait for a step's rows and hand them on."""
+        assert step.rows is not None
         try:
-            rows = step.rows.numpy()
+            result = step.rows.numpy()
         except Exception as error:  # noqa: BLE001  # what the device did wrong shows only here
-            self._fail(step.batch, error)
+            self._fail(step, error)
             return
         # A step that was launched behind another has run since that one's end.
         began_ns = max(step.launched_ns, self._finished_ns)
         self._finished_ns = time.monotonic_ns()
+        self._running.remove(step)
         duration_ns = self._finished_ns - began_ns
-        # The engine's promise: a row that is not finite is NaN throughout.
-        nonfinite = np.flatnonzero(~np.isfinite(rows[:, 0])).astype(np.int32)
+        nonfinite = np.flatnonzero(result.finite == 0).astype(np.int32)
+        self._put(Result(step.batch.epoch, step.batch.batch_id, duration_ns // 1000, nonfinite, result.rows))
+        # After the answer is on its way: it costs tens of microseconds.
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(duration_ns / 1e9)
         if len(nonfinite):
             self._metrics.nonfinite_rows.inc(len(nonfinite))
-        self._put(Result(step.batch.epoch, step.batch.batch_id, duration_ns // 1000, nonfinite, rows))
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
-        logger.error("batch %d failed", batch.batch_id, exc_info=error)
+    def _fail(self, step: _Step, error: Exception) -> None:
+        self._running.remove(step)
+        logger.error("batch %d failed", step.batch.batch_id, exc_info=error)
         self._metrics.step_failures.inc()
         message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
-        self._put(BatchFailed(batch.epoch, batch.batch_id, message))
+        self._put(BatchFailed(step.batch.epoch, step.batch.batch_id, message))
+        # Raises DeviceLost where nothing will ever run again: that ends the thread, and so the process.
+        self._engine.check_device(error)
 
     def _put(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)

@@ -1,120 +1,202 @@
-"""A model on a device: batches in, rows of vectors out.
+"""A model on a device: batches in, rows out.
 
 `step` launches a batch and returns at once (see `lazy`); on a CPU that means when it is done. The whole of what a
-sequence asks for (columns, unit length) is computed on the device, so that only finished rows travel.
+sequence asks for (columns, unit length, quantisation) is computed on the device, so that only finished rows travel.
 
-One thread builds an engine and calls it: the one thread that touches the device.
+One thread builds an engine and calls it: the one thread that launches anything on the device.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import statistics
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from common.protocol import Batch, ModelFacts
-from worker.attention.sdpa import SdpaAttention
+from common.protocol import ENCODINGS, FLOAT32, Batch, ModelFacts
+from worker import ragged, selfcheck
 from worker.checkpoint import Checkpoint, ModelError
 from worker.layers import pack_linears
-from worker.lazy import LazyTensor
+from worker.lazy import DeviceLost, LazyTensor, Rows
 from worker.loader import load_weights
 from worker.models import build
-from worker.pooling import finish, pool
-from worker.ragged import Limits, RaggedBatch
+from worker.ragged import Limits
+from worker.runner import DeviceRunner, HostRunner, Runner
 
 if TYPE_CHECKING:
     from common.config import WorkerConfig
+    from common.metrics import Metrics
     from common.models import ModelFolder
+    from worker.checkpoint import JsonFile
+    from worker.models import Model
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 _SUPPORTED_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
-_AUTO_MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
+
+# Tokens of a step where the operator names none. On a CPU 512 cost least a token. On a GPU as many as take so long: a
+# larger step gains little throughput and lets everybody behind it wait.
+_CPU_BATCH_TOKENS = 512
+_GPU_BATCH_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+_GPU_STEP_S = 0.010
 
 _WARM_UP_S = 1.0
 
 
 class Engine:
-    def __init__(self, model: ModelFolder, config: WorkerConfig) -> None:
+    def __init__(self, model: ModelFolder, config: WorkerConfig, metrics: Metrics) -> None:
         """Load, check and warm up a model.
 
         Raises:
-            ModelError: the folder's files cannot be served as they are, or not on this device in this dtype.
+            ModelError: the folder's files cannot be served as they are, or not on this device in this dtype, or what
+                the device computes is not what the model says.
         """
         started_s = time.monotonic()
+        self._metrics = metrics
         self._device = _choose_device(config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            # For good, on this thread: a graph cannot be captured on the default stream.
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]  # torch's gap
         dtype_name = _choose_dtype(config, self._device)
         checkpoint = Checkpoint.read(model.path)
-        attention = SdpaAttention()
-        with torch.device(self._device):
-            self._model = build(checkpoint.architecture, checkpoint.config, attention).to(_DTYPES[dtype_name])
+        self._model = _build_empty(checkpoint.architecture, checkpoint.config, self._device, _DTYPES[dtype_name])
         weights_sha256 = load_weights(checkpoint.folder, self._model)
-        packed = self._device.type == "cpu" and pack_linears(self._model)
-        self._pooling = checkpoint.pooling
-        self._copy_stream = _copy_stream(self._device)
         max_tokens = min(checkpoint.length_limit or self._model.max_positions, self._model.max_positions)
-        self._limits = Limits(self._model.vocab_size, max_tokens, self._model.hidden_size)
+        encodings = frozenset(ENCODINGS[name] for name in checkpoint.encodings)
+        self._limits = Limits(self._model.vocab_size, max_tokens, self._model.hidden_size, encodings)
+        fingerprint = _fingerprint(checkpoint, weights_sha256, dtype_name, self._limits)
+        runner: DeviceRunner | None = None
+        if self._device.type == "cpu":
+            packed = pack_linears(self._model)
+            self._runner: Runner = HostRunner(self._model, checkpoint.pooling)
+            attention = "sdpa"
+            how = f"{'packed' if packed else 'plain'} linear layers, {torch.get_num_threads()} CPU threads"
+        else:
+            runner = DeviceRunner.build(
+                self._model,
+                checkpoint.pooling,
+                config,
+                max_tokens=max_tokens,
+                largest_batch_tokens=max(max_tokens, _largest_budget(config)),
+                device=self._device,
+                fingerprint=fingerprint,
+                metrics=metrics,
+            )
+            self._runner = runner
+            attention = runner.attention
+            how = f"graphs {config.graphs}"
         self._facts = ModelFacts(
             name=config.served_model_name or model.name,
             folder=str(checkpoint.folder),
-            fingerprint=_fingerprint(checkpoint, weights_sha256, dtype_name, self._limits),
+            fingerprint=fingerprint,
             tokenizer_sha256=checkpoint.tokenizer_sha256,
             architecture=checkpoint.architecture,
             dtype=dtype_name,
             device=str(self._device),
-            attention=attention.name,
+            attention=attention,
             dimensions=self._limits.dimensions,
             max_tokens=max_tokens,
             vocab_size=self._limits.vocab_size,
-            max_batch_tokens=_choose_max_batch_tokens(config, self._device),
+            max_batch_tokens=self._choose_max_batch_tokens(config),
             pooling=checkpoint.pooling,
             normalize=checkpoint.normalize,
             lower_case=checkpoint.lower_case,
             tasks=["embed"],
+            encodings=checkpoint.encodings,
             prompts=checkpoint.prompts,
             default_prompt_name=checkpoint.default_prompt_name,
         )
+        if runner is not None:
+            how += f", lowest cosine to float32 {selfcheck.verify(runner, self._facts):.6f}"
+            if config.graphs == "eager-start":
+                how += f", {runner.capture_ladder(max_tokens)} graphs"
         self._warm_up()
         logger.info(
-            "%s (%s, %s) is ready on %s after %.1f s: dtype %s, attention %s, %s linear layers, %d CPU threads",
+            "%s (%s, %s) is ready on %s after %.1f s: dtype %s, attention %s, steps of %d tokens, %s",
             self._facts.name,
             self._facts.architecture,
             self._facts.fingerprint,
             self._facts.device,
             time.monotonic() - started_s,
             dtype_name,
-            attention.name,
-            "packed" if packed else "plain",
-            torch.get_num_threads(),
+            attention,
+            self._facts.max_batch_tokens,
+            how,
         )
 
     def hello(self) -> ModelFacts:
         """What the other processes need to know of the model."""
         return self._facts
 
-    @torch.inference_mode()
     def step(self, batch: Batch) -> LazyTensor:
-        """Launch a batch. Its rows come in the batch's order, float32 [sequences, model dimensions].
+        """Launch a batch. Its rows come in the batch's order, uint8 [sequences, bytes of the widest row].
 
-        Columns from `batch.dimensions[i]` on are 0. A row that is not finite is NaN in all its columns.
+        A row begins with what its encoding asks for; of float32, columns from `batch.dimensions[i]` on are 0. A row
+        that is not finite is no answer and is marked so; in float32 it is NaN in all its columns.
+
+        Where the device has no memory left for it, the batch runs in two halves, one after the other.
 
         Raises:
             BadBatch: the batch is outside the model's limits; nothing was launched.
-            RuntimeError: the device failed, or has no memory left.
+            DeviceLost: the device failed for good.
+            RuntimeError: the batch failed, or a single sequence needs more memory than there is.
         """
-        ragged = RaggedBatch.load(batch, self._limits, self._device)
-        hidden = self._model(ragged)
-        rows = pool(hidden, ragged.cu_seqlens, self._pooling)
-        rows = finish(rows, ragged.dimensions, ragged.normalize)
-        return LazyTensor.start(rows.index_select(0, ragged.restore), self._copy_stream)
+        ragged.check(batch, self._limits)
+        try:
+            return self._runner.run(batch)
+        except torch.OutOfMemoryError:
+            if len(batch.lengths) == 1:
+                raise
+            failed_tokens = len(batch.token_ids)
+        except RuntimeError as error:
+            self.check_device(error)
+            raise
+        # Outside the handler, whose traceback would hold on to the memory.
+        self._metrics.memory_splits.inc()
+        logger.warning("no memory on %s for %d tokens at once: in halves", self._device, failed_tokens)
+        self._runner.release_memory()
+        halves = [self.step(half).numpy() for half in _halves(batch)]
+        rows = _joined(halves)
+        return LazyTensor(lambda: rows)
+
+    def tend(self) -> bool:
+        """Do a piece of work that nobody waits for (a graph's capture), while no batch does; False if there is none."""
+        return self._runner.tend()
+
+    def check_device(self, error: Exception) -> None:
+        """Raises DeviceLost: what followed `error` shows that the device is gone, not just this one step."""
+        if self._device.type == "cpu":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as lasting:
+            raise DeviceLost(f"{self._device} has failed: {lasting}") from error
+
+    def _choose_max_batch_tokens(self, config: WorkerConfig) -> int:
+        if config.max_batch_tokens != "auto":
+            return int(config.max_batch_tokens)
+        if self._device.type == "cpu":
+            return _CPU_BATCH_TOKENS
+        chosen = _GPU_BATCH_TOKENS[0]
+        for num_tokens in _GPU_BATCH_TOKENS:
+            batch = self._warm_up_batch(_full(num_tokens, self._limits.max_tokens))
+            self._runner.run(batch).numpy()
+            if statistics.median(self._seconds(batch) for _ in range(3)) > _GPU_STEP_S:
+                break
+            chosen = num_tokens
+        return chosen
+
+    def _seconds(self, batch: Batch) -> float:
+        started_s = time.monotonic()
+        self._runner.run(batch).numpy()
+        return time.monotonic() - started_s
 
     def _warm_up(self) -> None:
         """Run what first comes along once, so that no request pays for it: kernels made, memory grown.
@@ -124,13 +206,11 @@ class Engine:
         deadline_s = time.monotonic() + _WARM_UP_S
         longest = self._limits.max_tokens
         budget = self._facts.max_batch_tokens
-        ms_per_token = 0.0
+        s_per_token = 0.0
         for lengths in ([1], [3], [min(10, longest)], [1, min(30, longest), min(7, longest)], _full(budget, longest)):
-            started_s = time.monotonic()
-            if started_s + ms_per_token * sum(lengths) / 1000 > deadline_s:
+            if time.monotonic() + s_per_token * sum(lengths) > deadline_s:
                 break
-            self.step(self._warm_up_batch(lengths)).numpy()
-            ms_per_token = (time.monotonic() - started_s) * 1000 / sum(lengths)
+            s_per_token = self._seconds(self._warm_up_batch(lengths)) / sum(lengths)
 
     def _warm_up_batch(self, lengths: list[int]) -> Batch:
         return Batch(
@@ -140,13 +220,56 @@ class Engine:
             lengths=np.array(lengths, dtype=np.int32),
             dimensions=np.full(len(lengths), self._limits.dimensions, dtype=np.int32),
             normalize=np.ones(len(lengths), dtype=np.uint8),
+            encodings=np.full(len(lengths), FLOAT32, dtype=np.uint8),
         )
+
+
+def _build_empty(architecture: str, config: JsonFile, device: torch.device, dtype: torch.dtype) -> Model:
+    """A model whose parameters are of this dtype, yet to be filled; tables that it computes keep their own."""
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return build(architecture, config)
+    finally:
+        torch.set_default_dtype(former)
+
+
+def _halves(batch: Batch) -> tuple[Batch, Batch]:
+    """The sequences before and after about half of the tokens, at least one in each."""
+    ends = np.cumsum(batch.lengths)
+    first = int(np.searchsorted(ends, ends[-1] / 2)) + 1
+    first = min(max(first, 1), len(ends) - 1)
+    return _part(batch, 0, first), _part(batch, first, len(ends))
+
+
+def _part(batch: Batch, start: int, stop: int) -> Batch:
+    tokens = slice(int(batch.lengths[:start].sum()), int(batch.lengths[:stop].sum()))
+    return Batch(
+        epoch=batch.epoch,
+        batch_id=batch.batch_id,
+        token_ids=batch.token_ids[tokens],
+        lengths=batch.lengths[start:stop],
+        dimensions=batch.dimensions[start:stop],
+        normalize=batch.normalize[start:stop],
+        encodings=batch.encodings[start:stop],
+    )
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    width = max(part.rows.shape[1] for part in parts)
+    rows = [np.pad(part.rows, ((0, 0), (0, width - part.rows.shape[1]))) for part in parts]
+    return Rows(np.concatenate(rows), np.concatenate([part.finite for part in parts]))
 
 
 def _full(budget: int, longest: int) -> list[int]:
     """Lengths of sequences that fill a budget, none above the longest."""
     length = min(budget, longest, 128)
     return [length] * (budget // length)
+
+
+def _largest_budget(config: WorkerConfig) -> int:
+    return _GPU_BATCH_TOKENS[-1] if config.max_batch_tokens == "auto" else int(config.max_batch_tokens)
 
 
 def _choose_device(config: WorkerConfig) -> torch.device:
@@ -158,24 +281,12 @@ def _choose_device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda", config.slot % torch.cuda.device_count())
 
 
-def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's gap
-
-
 def _choose_dtype(config: WorkerConfig, device: torch.device) -> str:
     name = _AUTO_DTYPES[device.type] if config.dtype == "auto" else config.dtype
     supported = _SUPPORTED_DTYPES[device.type]
     if name not in supported:
         raise ModelError(f"--dtype {name}: on {device.type} use one of {', '.join(supported)}.")
     return name
-
-
-def _choose_max_batch_tokens(config: WorkerConfig, device: torch.device) -> int:
-    if config.max_batch_tokens == "auto":
-        return _AUTO_MAX_BATCH_TOKENS[device.type]
-    return int(config.max_batch_tokens)
 
 
 def _fingerprint(checkpoint: Checkpoint, weights_sha256: str, dtype_name: str, limits: Limits) -> str:
@@ -187,6 +298,7 @@ def _fingerprint(checkpoint: Checkpoint, weights_sha256: str, dtype_name: str, l
         dtype_name,
         checkpoint.pooling,
         str(checkpoint.normalize),
+        " ".join(checkpoint.encodings),
         str(checkpoint.lower_case),
         str(limits.dimensions),
         str(limits.max_tokens),

@@ -1,4 +1,9 @@
-"""The pieces that models are made of: linear layers with what follows them fused in, and activations.
+"""The pieces that models are made of: linear layers with what follows them fused in, norms, rotary positions.
+
+Each piece is written once in plain torch operations, for any device and dtype, and with half-precision tensors on a
+CUDA device calls the fused kernel of `worker.kernels` that computes the same. Which of the two runs depends on the
+tensors alone: float32 activations always take the plain path, and weights of another dtype are widened on the way. So
+the same model, given a float32 stream, is its own reference. A kernel that is missing is an error, not a slower path.
 
 On a CPU a linear layer runs through oneDNN with its weight packed once, in the layout of its kernel. Measured on
 2026-11-29 on an AMD EPYC (Zen 5, 2 cores, float32): 110–245 GFLOP/s a core where `F.linear` (MKL) gives 40–114; on an
@@ -26,20 +31,23 @@ _PACKED_FOR_ROWS = 512
 # Largest error that a packed layer may have, relative to its largest output: rounding of another order of summation.
 _TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-5, torch.bfloat16: 2e-2})
 
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A function of one variable, and what oneDNN calls it."""
+    """A function of one variable, and what the kernels and oneDNN call it."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
+    kernel_name: str
     fused_name: str
     fused_algorithm: str
 
 
-_GELU = Activation(functional.gelu, "gelu", "none")
-_GELU_TANH = Activation(lambda x: functional.gelu(x, approximate="tanh"), "gelu", "tanh")
-_RELU = Activation(functional.relu, "relu", "")
-_SILU = Activation(functional.silu, "swish", "")
+_GELU = Activation(functional.gelu, "gelu", "gelu", "none")
+_GELU_TANH = Activation(lambda x: functional.gelu(x, approximate="tanh"), "gelu_tanh", "gelu", "tanh")
+_RELU = Activation(functional.relu, "relu", "relu", "")
+_SILU = Activation(functional.silu, "silu", "swish", "")
 
 # By the names of the checkpoints' config.json.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -59,25 +67,25 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 class Linear(nn.Module):
     """x · weightᵀ + bias, then the activation, then the residual added. A layer has one of the latter two at most."""
 
-    def __init__(self, in_features: int, out_features: int, activation: Activation | None = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, activation: Activation | None = None, *, bias: bool = True
+    ) -> None:
         super().__init__()
         self.weight = parameter(out_features, in_features)
-        self.bias = parameter(out_features)
+        self.bias = parameter(out_features) if bias else None
         self._activation = activation
         self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """[tokens, in_features], residual [tokens, out_features] → [tokens, out_features]."""
-        if self._packed is None:
-            return self._plain(x, residual)
-        if residual is not None:
-            added: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
-            return added
-        name, algorithm = "none", ""
-        if self._activation is not None:
-            name, algorithm = self._activation.fused_name, self._activation.fused_algorithm
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, name, [], algorithm)
-        return y
+        if self._packed is not None:
+            return self._run_packed(x, residual)
+        if is_fusible(x, self.weight):
+            from worker.kernels.linear import linear
+
+            name = None if self._activation is None else self._activation.kernel_name
+            return linear(x, self.weight, self.bias, name, residual)
+        return self._run_plain(x, residual)
 
     def pack(self) -> float:
         """Use oneDNN from now on. Returns the largest error against `F.linear`, relative to the largest output."""
@@ -87,10 +95,10 @@ class Linear(nn.Module):
         residual = None
         if self._activation is None:
             residual = torch.randn(5, self.weight.shape[0], generator=generator).to(self.weight.dtype)
-        plain = self._plain(x, residual).float()
+        plain = self._run_plain(x, residual).float()
         error = (self(x, residual).float() - plain).abs().max() / plain.abs().max().clamp_min(1e-30)
         if residual is not None:
-            plain = self._plain(x, None).float()
+            plain = self._run_plain(x, None).float()
             error = torch.maximum(error, (self(x).float() - plain).abs().max() / plain.abs().max().clamp_min(1e-30))
         return float(error)
 
@@ -102,22 +110,179 @@ class Linear(nn.Module):
         assert self._packed is not None
         self.weight = parameter(0, 0)
 
-    def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        y = functional.linear(x, self.weight, self.bias)
+    def _run_packed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if residual is not None:
+            added: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+            return added
+        name, algorithm = "none", ""
+        if self._activation is not None:
+            name, algorithm = self._activation.fused_name, self._activation.fused_algorithm
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, name, [], algorithm)
+        return y
+
+    def _run_plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = functional.linear(x, self.weight.to(x.dtype), bias)
         if self._activation is not None:
             y = self._activation.function(y)
         return y if residual is None else y + residual
 
 
 class LayerNorm(nn.Module):
+    """Zero mean and unit variance of each row, then a scale and a shift of each column.
+
+    Source: Ba, Kiros, Hinton, Layer Normalization (2016).
+    """
+
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
         self.weight = parameter(size)
         self.bias = parameter(size)
-        self._epsilon = epsilon
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of x + residual, both [tokens, size], in the dtype of x."""
+        if is_fusible(x, self.weight):
+            from worker.kernels.norm import add_layer_norm, layer_norm
+
+            if residual is not None:
+                return add_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
+            return layer_norm(x, self.weight, self.bias, self.epsilon)
+        if residual is not None:
+            x = x + residual
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return functional.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """Unit mean square of each row, then a scale of each column.
+
+    Source: Zhang, Sennrich, Root Mean Square Layer Normalization (2019).
+    """
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = parameter(size)
+        self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self._epsilon)
+        """[..., size], normed over the last axis; on a CUDA device in half precision [tokens, size]."""
+        if is_fusible(x, self.weight):
+            from worker.kernels.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.epsilon)
+        weight = self.weight.to(x.dtype)
+        return functional.rms_norm(x, weight.shape, weight, self.epsilon)
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) · up(x)) + residual, gate and up from one merged product, no biases.
+
+    Source: Shazeer, GLU Variants Improve Transformer (2020), SwiGLU.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down = Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Both [tokens, hidden] → [tokens, hidden]."""
+        if is_fusible(x, self.gate_up.weight):
+            from worker.kernels.linear import swiglu_linear
+
+            inner = swiglu_linear(x, self.gate_up.weight)  # [tokens, intermediate]
+        else:
+            gate, up = self.gate_up(x).chunk(2, dim=1)
+            inner = functional.silu(gate) * up
+        output: torch.Tensor = self.down(inner, residual)
+        return output
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of every position's angles, float32 [positions, head_dim / 2] whatever the model computes in.
+
+    Made on the CPU whichever the device: the angles of late positions are thousands of radians, where the last bit of
+    a frequency, which another device's power function may round differently, shows in the third decimal of a cosine.
+
+    Source: Su et al., RoFormer (2021); float32 throughout, as in transformers, so that late positions agree with it.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, num_positions: int, head_dim: int, theta: float) -> None:
+        super().__init__()
+        device = torch.get_default_device()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
+        angles = positions[:, None] * (1.0 / theta**exponents)  # [positions, head_dim / 2]
+        self.register_buffer("cos", angles.cos().to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().to(device), persistent=False)
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, heads, head_dim], dimension i turned together with i + head_dim / 2."""
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in (self.cos, self.sin))
+        first, second = x.chunk(2, dim=2)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryTable:
+        # What converts a whole model to another dtype moves these at most: bfloat16 cannot tell positions apart.
+        super()._apply(lambda table: table.to(fn(table).device), recurse)  # type: ignore[no-untyped-call]  # torch's gap
+        return self
+
+
+class RotaryQkv(nn.Module):
+    """Queries, keys and values from one merged product without bias; queries and keys normed over each head, then
+    turned by their positions."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, epsilon: float) -> None:
+        super().__init__()
+        self.projection = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=False)
+        self.q_norm = RMSNorm(head_dim, epsilon)
+        self.k_norm = RMSNorm(head_dim, epsilon)
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._epsilon = epsilon
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, table: RotaryTable
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[tokens, hidden], int32 [tokens] → [tokens, heads, head_dim], twice [tokens, kv heads, head_dim]: views of
+        one tensor."""
+        if is_fusible(x, self.projection.weight):
+            from worker.kernels.linear import qk_norm_rope_linear
+
+            merged = qk_norm_rope_linear(
+                x,
+                self.projection.weight,
+                self.q_norm.weight,
+                self.k_norm.weight,
+                table.cos,
+                table.sin,
+                positions,
+                self._num_heads,
+                self._num_kv_heads,
+                self._epsilon,
+            )
+            return self._split(merged)
+        query, key, value = self._split(self.projection(x))
+        # Rounded once, at the end, as in the kernel.
+        query.copy_(table.rotate(self.q_norm(query.float()), positions))
+        key.copy_(table.rotate(self.k_norm(key.float()), positions))
+        return query, key, value
+
+    def weight_parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of the merged weight that make queries, keys and values."""
+        query, kv = self._num_heads * self._head_dim, self._num_kv_heads * self._head_dim
+        queries, keys, values = torch.split(self.projection.weight, [query, kv, kv])
+        return queries, keys, values
+
+    def _split(self, merged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads = merged.view(merged.shape[0], -1, self._head_dim)
+        query, key, value = torch.split(heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        return query, key, value
 
 
 class Embedding(nn.Module):
@@ -126,12 +291,22 @@ class Embedding(nn.Module):
         self.weight = parameter(num_rows, size)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int32 [tokens] → [tokens, size], in the dtype of the table."""
+        if is_fusible(self.weight, self.weight):
+            from worker.kernels.embedding import embed
+
+            return embed(ids, self.weight)
         return functional.embedding(ids, self.weight)
 
 
 def parameter(*shape: int) -> nn.Parameter:
     """A parameter that is yet to be filled, and never trained."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def is_fusible(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernels take these: both in the same half precision on a CUDA device."""
+    return x.is_cuda and x.dtype == weight.dtype and x.dtype in _KERNEL_DTYPES
 
 
 def pack_linears(model: nn.Module) -> bool:

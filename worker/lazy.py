@@ -1,61 +1,56 @@
 """A result that is not there yet.
 
-`step` launches work and returns at once; the caller prepares the next batch and reads this one when it is needed. The
-copy to the host runs on a stream of its own, behind an event, so that the compute stream goes on with the next step.
+`step` launches work and returns at once; whoever needs the rows waits for them, on another thread if it likes. The
+wait is on an event of the device with the thread asleep, so that the interpreter is free for the next step.
 On a CPU the result is there from the start.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
 
+class DeviceLost(Exception):
+    """The device answers nothing but errors; only a new process can use it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch's result on the host, in the batch's order."""
+
+    rows: npt.NDArray[np.uint8]  # [sequences, bytes of the widest row]
+    finite: npt.NDArray[np.uint8]  # [sequences] 0 where there is no answer
+
+
 class LazyTensor:
-    """Rows on their way from the device. Belongs to the thread that started it."""
+    """Rows on their way from the device. To be read by one thread."""
 
-    def __init__(self, source: torch.Tensor, destination: torch.Tensor, copied: torch.cuda.Event | None) -> None:
-        # The source is held until the copy is done: else its memory would be given to the next step.
-        self._source: torch.Tensor | None = source
-        self._destination = destination
-        self._copied = copied
-
-    @classmethod
-    def start(cls, rows: torch.Tensor, copy_stream: torch.cuda.Stream | None) -> LazyTensor:
-        """Begin to copy `rows` to the host: float32 [sequences, dimensions], contiguous, made by the current stream.
-
-        `copy_stream` is needed for a CUDA tensor, and None for one that is on the host already.
-        """
-        assert rows.dtype == torch.float32
-        assert rows.dim() == 2
-        assert rows.is_contiguous()
-        assert rows.is_cuda == (copy_stream is not None)
-        if copy_stream is None:
-            return cls(rows, rows, None)
-        destination = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        copy_stream.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(copy_stream):
-            destination.copy_(rows, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's gap
-            copied.record(copy_stream)
-        return cls(rows, destination, copied)
+    def __init__(self, read: Callable[[], Rows], is_ready: Callable[[], bool] | None = None) -> None:
+        """`read` waits for the rows and gives them, and is called once; `is_ready` says whether it would not have to
+        wait long (None: it never has to)."""
+        self._read: Callable[[], Rows] | None = read
+        self._is_ready = is_ready
+        self._rows: Rows | None = None
 
     def ready(self) -> bool:
-        """Whether `numpy` would return without waiting."""
-        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # torch's gap
+        """Whether the step has ended."""
+        return self._rows is not None or self._is_ready is None or self._is_ready()
 
-    def numpy(self) -> npt.NDArray[np.float32]:
-        """The rows on the host, float32 [sequences, dimensions]; waits for them.
+    def numpy(self) -> Rows:
+        """Waits for the rows. They are the caller's: no later step changes them.
 
         Raises:
-            RuntimeError: the device failed in a kernel that the step launched.
+            RuntimeError: the device failed in a kernel that the step launched, now or when it was asked before.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._source = None
-        return self._destination.numpy()
+        if self._rows is None:
+            if self._read is None:
+                raise RuntimeError("these rows were asked for before, and the device had failed")
+            read, self._read = self._read, None
+            self._rows = read()
+        return self._rows

@@ -4,14 +4,18 @@ Promises: every parameter is filled, every tensor is used or known to be unneede
 finite; else a `ModelError` that lists what is missing and what was not expected. Nothing is ever left random.
 
 Each file is read once into private memory, and the hash is taken of those very bytes, so what is served is what was
-hashed, whatever happens to the file afterwards.
+hashed, whatever happens to the file afterwards. Hashing, which would be half of the time, runs on a thread beside the
+rest. One file is held at a time, for a moment twice: its bytes, and the tensors that the library makes of them. Parsing
+without that copy was rejected: the library's checks of a hostile header are worth the memory. Whether all numbers are
+finite is asked of the device once, at the end.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -46,33 +50,70 @@ def load_weights(folder: Path, model: Model) -> str:
     destinations = model.checkpoint_tensors()
     num_filled = sum(tensor.numel() for tensor in destinations.values())
     assert num_filled == sum(parameter.numel() for parameter in model.parameters()), "the name map misses a parameter"
-    missing = set(destinations)
-    unexpected: list[str] = []
-    unused: list[str] = []
+    filling = _Filling(model, destinations)
     digest = hashlib.sha256()
     paths = _weight_files(folder)
-    for path in paths:
+    with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
+        for path in paths:
+            digest.update(filling.fill_from(path, hasher))
+    filling.check_complete(paths)
+    return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class _Filling:
+    """Which of the parameters have been filled, and with what."""
+
+    model: Model
+    destinations: dict[str, torch.Tensor]  # canonical name → (part of) a parameter
+    places: dict[str, str] = field(default_factory=dict)  # canonical name → file and stored name that filled it
+    extremes: list[torch.Tensor] = field(default_factory=list)  # of each of `places` two, on the device
+    unexpected: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    def fill_from(self, path: Path, hasher: ThreadPoolExecutor) -> bytes:
+        """Fill what one file holds; returns its SHA-256."""
         content = read_file(path)
-        digest.update(hashlib.sha256(content).digest())
+        hashed = hasher.submit(hashlib.sha256, content)
         for stored_name, tensor in _tensors(path, content):
-            name = model.canonical_name(stored_name)
+            name = self.model.canonical_name(stored_name)
             if name is None:
-                unused.append(stored_name)
-            elif name not in destinations:
-                unexpected.append(stored_name)
-            elif name not in missing:
+                self.unused.append(stored_name)
+            elif name not in self.destinations:
+                self.unexpected.append(stored_name)
+            elif name in self.places:
                 raise ModelError(f"{path}: tensor {stored_name}: {name} is there twice.")
             else:
-                missing.remove(name)
-                _fill(destinations[name], tensor, f"{path}: tensor {stored_name}")
-    if missing or unexpected:
-        raise ModelError(
-            f"{', '.join(str(path) for path in paths)}: does not fit the model. "
-            f"Missing tensors: {_listed(sorted(missing))}. Unexpected tensors: {_listed(sorted(unexpected))}."
-        )
-    if unused:
-        logger.info("%d tensors of the checkpoint are not needed: %s", len(unused), _listed(sorted(unused)))
-    return digest.hexdigest()
+                self.places[name] = f"{path}: tensor {stored_name}"
+                self._fill(name, tensor)
+        return hashed.result().digest()
+
+    def check_complete(self, paths: list[Path]) -> None:
+        """Raises ModelError: something is missing, was not expected or is not finite. Waits for the device."""
+        if len(self.places) < len(self.destinations) or self.unexpected:
+            missing = sorted(set(self.destinations) - set(self.places))
+            raise ModelError(
+                f"{', '.join(str(path) for path in paths)}: does not fit the model. "
+                f"Missing tensors: {_listed(missing)}. Unexpected tensors: {_listed(sorted(self.unexpected))}."
+            )
+        finite = torch.stack(self.extremes).isfinite().view(-1, 2).all(dim=1).tolist()
+        for (name, place), is_finite in zip(self.places.items(), finite, strict=True):
+            if not is_finite:
+                raise ModelError(f"{place}: holds a NaN or an infinity in {self.destinations[name].dtype}.")
+        if self.unused:
+            num_unused = len(self.unused)
+            logger.info("%d tensors of the checkpoint are not needed: %s", num_unused, _listed(sorted(self.unused)))
+
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        destination, place = self.destinations[name], self.places[name]
+        if tensor.shape != destination.shape:
+            raise ModelError(f"{place}: shape {list(tensor.shape)}, but the model needs {list(destination.shape)}.")
+        if tensor.dtype not in _DTYPES:
+            raise ModelError(f"{place}: dtype {tensor.dtype} is not supported.")
+        destination.copy_(tensor)
+        # Of the converted numbers: that may overflow. Smallest and largest are finite if and only if all are, since a
+        # NaN is both: 5 times as fast on a CPU as a sum in float64, 15 times as isfinite.
+        self.extremes.extend(torch.aminmax(destination))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -98,18 +139,8 @@ def _tensors(path: Path, content: bytes) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = safetensors.torch.load(content)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
-    yield from sorted(tensors.items())  # the library's order differs from run to run
-
-
-def _fill(destination: torch.Tensor, tensor: torch.Tensor, place: str) -> None:
-    if tensor.shape != destination.shape:
-        raise ModelError(f"{place}: shape {list(tensor.shape)}, but the model needs {list(destination.shape)}.")
-    if tensor.dtype not in _DTYPES:
-        raise ModelError(f"{place}: dtype {tensor.dtype} is not supported.")
-    destination.copy_(tensor)
-    # Looked for after the conversion, which may overflow. A sum is finite if all numbers are; isfinite is 5 x slower.
-    if not math.isfinite(float(destination.sum(dtype=torch.float64))):
-        raise ModelError(f"{place}: holds a NaN or an infinity in {destination.dtype}.")
+    for name in sorted(tensors):  # the library's order differs from run to run
+        yield name, tensors.pop(name)
 
 
 def _listed(names: list[str]) -> str:

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.protocol import FLOAT32, INT8
+
 if TYPE_CHECKING:
     from worker.checkpoint import Pooling
+
+# What precedes each row: its flag, then zeros. What a step copies back is thus one range of one buffer, and one launch
+# on the host's critical path where flags apart would be a second; and the float32 numbers behind it stay aligned.
+FLAG_BYTES = 4
 
 # Source: torch.nn.functional.normalize, whose default sentence-transformers uses.
 _LEAST_NORM = 1e-12
@@ -22,33 +28,69 @@ def pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, pooling: Pooling) -> to
     """One row a sequence: its first token's, its last token's, or the mean or maximum over all of them.
 
     Args:
-        hidden: [tokens, hidden], any floating dtype.
-        cu_seqlens: int32 [sequences + 1].
+        hidden: [tokens, hidden], any floating dtype; at least one token.
+        cu_seqlens: int32 [sequences + 1]; a sequence without tokens gets a row of zeros.
         pooling: which; special tokens count as any other.
 
     Returns float32 [sequences, hidden].
     """
+    starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
+    # A sequence without tokens has no first and no last one: any row that there is will do, it is not used.
     if pooling == "cls":
-        return hidden.index_select(0, cu_seqlens[:-1]).float()
-    if pooling == "last":
-        return hidden.index_select(0, cu_seqlens[1:] - 1).float()
-    return torch.segment_reduce(hidden.float(), pooling, offsets=cu_seqlens.long(), axis=0)
+        rows = hidden.index_select(0, starts.clamp_max(len(hidden) - 1)).float()
+    elif pooling == "last":
+        rows = hidden.index_select(0, (stops - 1).clamp_min(0)).float()
+    else:
+        rows = torch.segment_reduce(hidden.float(), pooling, offsets=cu_seqlens.long(), axis=0)
+    return torch.where((stops > starts).unsqueeze(1), rows, 0.0)
 
 
-def finish(rows: torch.Tensor, dimensions: torch.Tensor, normalize: torch.Tensor) -> torch.Tensor:
-    """What each sequence asked for: the first columns, at unit length or as they are.
+def finish(
+    rows: torch.Tensor, dimensions: torch.Tensor, normalize: torch.Tensor, encodings: torch.Tensor
+) -> torch.Tensor:
+    """What each sequence asked for: the first columns, as float32 (at unit length or as they are), int8 or bits.
 
     Args:
         rows: float32 [sequences, columns].
-        dimensions: int32 [sequences], how many columns count; the others become 0.
-        normalize: int32 [sequences]; where it is 1, what is left is divided by its Euclidean norm (of at least 1e-12).
+        dimensions: int32 [sequences], how many columns count.
+        normalize: int32 [sequences]; where it is 1, a float32 row is divided by its Euclidean norm (of at least 1e-12).
+        encodings: int32 [sequences], FLOAT32, INT8 or BINARY. int8 is round(tanh(x) * 127), a half to the even side;
+            a bit is 1 where x >= 0, the first column's in the lowest bit of the first byte.
 
-    Returns float32 [sequences, columns]. A row whose norm is not finite (it holds a NaN or an infinity, or numbers
-    beyond 1e19) is NaN throughout, so that any one column tells.
+    Returns uint8 [sequences, FLAG_BYTES + 4 * columns]: a flag, 1 where the row is finite, else 0; zeros up to
+    FLAG_BYTES; then the row's own bytes, and 0 after them and in columns that do not count. A row that is not finite
+    (its norm is not: it holds a NaN or an infinity, or numbers beyond 1e19) is NaN throughout as float32, and 0
+    otherwise.
+
+    Source: the quantisers of pplx-embed, which take the pooled row before any normalisation.
     """
-    columns = torch.arange(rows.shape[1], device=rows.device)
-    rows = torch.where(columns < dimensions.unsqueeze(1), rows, 0.0)
+    num_columns = rows.shape[1]
+    columns = torch.arange(num_columns, device=rows.device)
+    counts = columns < dimensions.unsqueeze(1)  # [sequences, columns]
+    rows = torch.where(counts, rows, 0.0)
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    finite = torch.isfinite(norms)  # [sequences, 1]
     divisors = torch.where(normalize.unsqueeze(1) != 0, norms.clamp_min(_LEAST_NORM), 1.0)
-    divisors = torch.where(torch.isfinite(norms), divisors, torch.nan)
-    return rows / divisors
+    divisors = torch.where(finite, divisors, torch.nan)
+    floats = rows / divisors
+    whole = torch.where(finite, rows, 0.0)
+    integers = torch.round(torch.tanh(whole) * 127).to(torch.int8).view(torch.uint8)  # [sequences, columns]
+    bits = _pack((rows >= 0) & counts & finite)  # [sequences, ceil(columns / 8)]
+    encoding = encodings.unsqueeze(1)
+    quantised = _widen(torch.where(encoding == INT8, integers, _widen(bits, num_columns)), 4 * num_columns)
+    # Four bytes at once; as integers, since nothing promises that what reads as a NaN keeps its bits.
+    chosen = torch.where(encoding == FLOAT32, floats.view(torch.int32), quantised.view(torch.int32))
+    return torch.cat((_widen(finite.to(torch.uint8), FLAG_BYTES), chosen.view(torch.uint8)), dim=1)
+
+
+def _pack(bits: torch.Tensor) -> torch.Tensor:
+    """Eight columns a byte, the first in its lowest bit: bool [sequences, columns] to uint8 [sequences, bytes]."""
+    num_bytes = (bits.shape[1] + 7) // 8
+    eights = _widen(bits.float(), 8 * num_bytes).view(-1, num_bytes, 8)
+    values = (1 << torch.arange(8, device=bits.device)).float()
+    return (eights @ values).to(torch.uint8)  # a sum of powers of two: exact in any precision
+
+
+def _widen(rows: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Columns of zeros on the right."""
+    return torch.nn.functional.pad(rows, (0, num_columns - rows.shape[1]))

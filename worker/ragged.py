@@ -1,17 +1,23 @@
-"""A batch on the device: sequences one after the other, without padding between them.
+"""A batch as a model sees it: sequences one after the other, without padding between them.
 
-Sequences are put in order of length when a batch is loaded, so that those of equal length lie side by side. Attention
-over them is then one batched call on views of each such group: no padding, no mask, no copy (measured on a CPU against
-a loop over sequences, where a call's own cost is most of the cost of a short text). Models see this order only;
-`restore` puts rows back into the batch's order. Rejected: order of arrival with a mask, which computes the square of
-the longest sequence for each.
+Two layouts, since two things are slow:
+
+On a CPU, sequences are put in order of length, so that those of equal length lie side by side. Attention over them is
+then one batched call on views of each such group: no padding, no mask, no copy (measured against a loop over sequences,
+where a call's own cost is most of the cost of a short text). `restore` puts rows back into the batch's order. Rejected:
+order of arrival with a mask, which computes the square of the longest sequence for each.
+
+On a GPU launches are slow, so a batch fills a `Capacity`: fixed numbers of tokens and sequences at fixed addresses, for
+which a graph was captured. Order of arrival stays. The tokens left over form dummy sequences rather than nothing, so
+that every row of every buffer is computed and finite: attention reads whole tiles, and 0 x NaN is NaN. They are short,
+so they are never what a step waits for.
 
 Everything that a batch claims is checked here, once; below nothing is checked again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +29,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from common.protocol import Batch
+    from worker.attention import Attention
+
+MAX_DUMMY_LENGTH = 128
 
 
 class BadBatch(ValueError):
@@ -36,6 +45,7 @@ class Limits:
     vocab_size: int
     max_tokens: int  # of one sequence, special tokens included
     dimensions: int
+    encodings: frozenset[int]  # of common.protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,61 +63,27 @@ class LengthGroup:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """All tensors are int32 on one device; sequences are in order of length, shortest first."""
+    """All tensors are int32 on one device."""
 
     token_ids: torch.Tensor  # [tokens]
     positions: torch.Tensor  # [tokens] 0 … length - 1 within each sequence
+    token_starts: torch.Tensor  # [tokens] where the token's own sequence begins
+    token_stops: torch.Tensor  # [tokens] one past where it ends
     cu_seqlens: torch.Tensor  # [sequences + 1] sequence i is tokens cu_seqlens[i] … cu_seqlens[i + 1] - 1
     dimensions: torch.Tensor  # [sequences] columns that count
     normalize: torch.Tensor  # [sequences] 0 or 1
-    restore: torch.Tensor  # [sequences] row i of the batch's own order is row restore[i] here
-    groups: tuple[LengthGroup, ...]  # on the host: all sequences, by length
+    encodings: torch.Tensor  # [sequences] of common.protocol
+    attention: Attention  # the backend that was chosen for this batch
     max_seqlen: int
-
-    @property
-    def num_sequences(self) -> int:
-        return self.restore.shape[0]
-
-    @classmethod
-    def load(cls, batch: Batch, limits: Limits, device: torch.device) -> RaggedBatch:
-        """Check a batch and put it on the device.
-
-        Raises:
-            BadBatch: a token id, a length, a number of dimensions or a flag is outside the model's limits.
-        """
-        _check(batch, limits)
-        order = np.argsort(batch.lengths, kind="stable").astype(np.int32)
-        lengths = batch.lengths[order]
-        starts = cu_seqlens(lengths)
-        positions = np.arange(len(batch.token_ids), dtype=np.int32) - np.repeat(starts[:-1], lengths)
-        sources = np.repeat(cu_seqlens(batch.lengths)[:-1][order], lengths) + positions
-        restore = np.empty_like(order)
-        restore[order] = np.arange(len(order), dtype=np.int32)
-        tensors = _to_device(
-            [
-                batch.token_ids[sources],
-                positions,
-                starts,
-                batch.dimensions[order],
-                batch.normalize[order].astype(np.int32),
-                restore,
-            ],
-            device,
-        )
-        token_ids, device_positions, offsets, dimensions, normalize, device_restore = tensors
-        return cls(
-            token_ids=token_ids,
-            positions=device_positions,
-            cu_seqlens=offsets,
-            dimensions=dimensions,
-            normalize=normalize,
-            restore=device_restore,
-            groups=_groups(lengths, starts),
-            max_seqlen=int(lengths[-1]),
-        )
+    groups: tuple[LengthGroup, ...] = ()  # on the host, of a batch in order of length: all sequences, by length
+    reference: bool = False  # compute in float32 whatever the weights are: what the others are compared with
 
 
-def _check(batch: Batch, limits: Limits) -> None:
+# --- checks ---
+
+
+def check(batch: Batch, limits: Limits) -> None:
+    """Raises BadBatch: a token id, a length, a number of dimensions, a flag or an encoding is outside the limits."""
     # That lengths are positive and add up, and that no token id is negative, the message itself has made sure of.
     if (largest := int(batch.token_ids.max())) >= limits.vocab_size:
         raise BadBatch(f"token id {largest}, but the model has {limits.vocab_size} tokens")
@@ -118,6 +94,38 @@ def _check(batch: Batch, limits: Limits) -> None:
         raise BadBatch(f"{fewest} to {most} dimensions, but the model has 1 to {limits.dimensions}")
     if int(batch.normalize.max()) > 1:
         raise BadBatch("a normalize flag is neither 0 nor 1")
+    if not limits.encodings.issuperset(batch.encodings.tolist()):
+        raise BadBatch(f"encodings {sorted(set(batch.encodings.tolist()))}; the model has {sorted(limits.encodings)}")
+
+
+# --- in order of length, on a CPU ---
+
+
+def load_sorted(batch: Batch, attention: Attention) -> tuple[RaggedBatch, torch.Tensor]:
+    """A checked batch in order of length, shortest first, and int64 [sequences]: row i of the batch's own order is
+    row restore[i] of this one."""
+    order = np.argsort(batch.lengths, kind="stable").astype(np.int32)
+    lengths = batch.lengths[order]
+    offsets = cu_seqlens(lengths)
+    token_starts = np.repeat(offsets[:-1], lengths)
+    positions = np.arange(len(batch.token_ids), dtype=np.int32) - token_starts
+    sources = np.repeat(cu_seqlens(batch.lengths)[:-1][order], lengths) + positions
+    restore = np.empty(len(order), dtype=np.int64)
+    restore[order] = np.arange(len(order))
+    ragged = RaggedBatch(
+        token_ids=torch.from_numpy(batch.token_ids[sources]),
+        positions=torch.from_numpy(positions),
+        token_starts=torch.from_numpy(token_starts),
+        token_stops=torch.from_numpy(np.repeat(offsets[1:], lengths)),
+        cu_seqlens=torch.from_numpy(offsets),
+        dimensions=torch.from_numpy(batch.dimensions[order]),
+        normalize=torch.from_numpy(batch.normalize[order].astype(np.int32)),
+        encodings=torch.from_numpy(batch.encodings[order].astype(np.int32)),
+        attention=attention,
+        max_seqlen=int(lengths[-1]),
+        groups=_groups(lengths, offsets),
+    )
+    return ragged, torch.from_numpy(restore)
 
 
 def _groups(lengths: npt.NDArray[np.int32], starts: npt.NDArray[np.int32]) -> tuple[LengthGroup, ...]:
@@ -130,7 +138,70 @@ def _groups(lengths: npt.NDArray[np.int32], starts: npt.NDArray[np.int32]) -> tu
     )
 
 
-def _to_device(arrays: list[npt.NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
-    """Views of one int32 buffer, so that a device gets everything in one copy."""
-    buffer = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
-    return list(torch.split(buffer, [len(array) for array in arrays]))
+# --- at fixed addresses, on a GPU ---
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many tokens and sequences a launch has room for; fewer are filled up with dummies."""
+
+    tokens: int
+    sequences: int
+
+    @property
+    def num_words(self) -> int:
+        """Of int32 that the arrays of a batch take, one after the other, each from a multiple of 16 bytes on."""
+        return 4 * _aligned(self.tokens) + _aligned(self.sequences + 1) + 3 * _aligned(self.sequences)
+
+    def views(self, block: torch.Tensor, attention: Attention, max_seqlen: int) -> RaggedBatch:
+        """The arrays of a batch of this capacity within int32 [>= num_words]."""
+        sizes = [self.tokens] * 4 + [self.sequences + 1] + [self.sequences] * 3
+        parts = torch.split(block[: self.num_words], [_aligned(size) for size in sizes])
+        arrays = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return RaggedBatch(*arrays, attention=attention, max_seqlen=max_seqlen)
+
+    def fill(self, batch: Batch | None, buffer: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Write a checked batch that fits (or none), and its dummies, into int32 [num_words].
+
+        Returns its cu_seqlens there.
+        """
+        tokens, sequences = self.tokens, self.sequences
+        num_tokens, num_sequences = (0, 0) if batch is None else (len(batch.token_ids), len(batch.lengths))
+        lengths = np.zeros(sequences, dtype=np.int32)
+        if batch is not None:
+            lengths[:num_sequences] = batch.lengths
+        dummies = dummy_lengths(tokens - num_tokens)
+        lengths[num_sequences : num_sequences + len(dummies)] = dummies
+
+        width, first = _aligned(tokens), 4 * _aligned(tokens)
+        token_ids, positions, token_starts, token_stops = buffer[:first].reshape(4, width)[:, :tokens]
+        offsets = buffer[first : first + sequences + 1]
+        of_sequences = buffer[first + _aligned(sequences + 1) : self.num_words].reshape(3, -1)[:, :sequences]
+        offsets[0] = 0
+        np.cumsum(lengths, out=offsets[1:])
+        token_ids[num_tokens:] = 0
+        token_starts[:] = np.repeat(offsets[:-1], lengths)
+        token_stops[:] = np.repeat(offsets[1:], lengths)
+        np.subtract(np.arange(tokens, dtype=np.int32), token_starts, out=positions)
+        of_sequences[:, num_sequences:] = 0
+        if batch is not None:
+            token_ids[:num_tokens] = batch.token_ids
+            of_sequences[0, :num_sequences] = batch.dimensions
+            of_sequences[1, :num_sequences] = batch.normalize
+            of_sequences[2, :num_sequences] = batch.encodings
+        return offsets
+
+
+def _aligned(num_words: int) -> int:
+    return -(-num_words // 4) * 4
+
+
+def dummy_lengths(num_tokens: int) -> list[int]:
+    """Lengths of the dummy sequences that so many tokens make."""
+    full, rest = divmod(num_tokens, MAX_DUMMY_LENGTH)
+    return [MAX_DUMMY_LENGTH] * full + ([rest] if rest else [])
+
+
+def as_reference(batch: RaggedBatch, attention: Attention) -> RaggedBatch:
+    """The same batch, to be computed in float32 with this attention."""
+    return replace(batch, attention=attention, reference=True)

@@ -1,6 +1,6 @@
 """The worker process: batches from the scheduler in, results back, and signs of life meanwhile.
 
-Two threads. This one owns the socket and nothing else, so it beats while a step runs; `Compute` owns the device.
+This thread owns the socket and nothing else, so it beats while a step runs; `Compute` has those around the device.
 
     poll ⇒ Batch → Compute → Engine.step → LazyTensor ⇒ outcome → Result
 
@@ -44,6 +44,7 @@ from common.protocol import (
 )
 from worker.checkpoint import ModelError
 from worker.compute import Broken, Compute, Outcome, Ready
+from worker.lazy import DeviceLost
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_BUG = 1
 EXIT_STUCK = 70  # a step does not end; only a new process can use the device again
+EXIT_DEVICE_LOST = 71  # the device answers nothing but errors; likewise
 EXIT_REFUSED = 75  # somebody else has this place; a later try may succeed
 EXIT_CONFIGURATION = 78  # the model or the configuration is wrong; another try is in vain
 
@@ -224,6 +226,9 @@ class Server:
         if isinstance(error, (ModelNotFound, ModelError)):
             logger.error("%s", error)
             return EXIT_CONFIGURATION
+        if isinstance(error, DeviceLost):
+            logger.critical("%s; a new process may find it well again", error)
+            return EXIT_DEVICE_LOST
         logger.critical("the worker has failed", exc_info=error)
         return EXIT_BUG
 
@@ -288,16 +293,17 @@ class Server:
 def main(config: WorkerConfig, joined: Callable[[], None]) -> int:
     """Run a worker until it is told to stop.
 
-    Returns the exit status: 0 stopped, 70 stuck in a step, 75 refused, 78 misconfigured, 1 bug.
+    Returns the exit status: 0 stopped, 70 stuck in a step, 71 device lost, 75 refused, 78 misconfigured, 1 bug.
 
     `joined` is called once the worker can do its work: its model is loaded and a scheduler has answered.
 
     Call it on the main thread. The process should end right after it.
     """
-    return Server(config, open_metrics(config.run_dir), lambda: _build(config), joined).run()
+    metrics = open_metrics(config.run_dir)
+    return Server(config, metrics, lambda: _build(config, metrics), joined).run()
 
 
-def _build(config: WorkerConfig) -> Engine:
+def _build(config: WorkerConfig, metrics: Metrics) -> Engine:
     # Imported here: torch takes seconds, in which the process already heeds signals.
     import torch
 
@@ -305,7 +311,7 @@ def _build(config: WorkerConfig) -> Engine:
 
     torch.set_num_threads(_num_threads(config))
     torch.set_num_interop_threads(1)
-    return Engine(find_model(config.model), config)
+    return Engine(find_model(config.model), config, metrics)
 
 
 def _num_threads(config: WorkerConfig) -> int:

@@ -3,6 +3,10 @@
 Fields that mean something are checked; those in `_IGNORED` are sent by OpenAI, LangChain, LlamaIndex, LiteLLM or
 vLLM clients, cannot change a vector, and are accepted unread. Anything else is refused: it may be a misspelt field,
 and a vector made without it would be wrong.
+
+`float` and `base64` are float32 whatever the model. The quantised formats are made, by a model that declares a
+quantiser, from the vector as it pools it, so they are the same whatever the checkpoint's own normalisation; asking for
+`normalize` with one of them is refused, since the answer would be no vector of unit length.
 """
 
 from __future__ import annotations
@@ -12,12 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from common.errors import InvalidRequest, NonfiniteOutput, NotFound
 from common.protocol import ModelFacts
 from common.tokenization import TruncationRule
+from gateway.client import Rows
 from gateway.schema import (
     Fields,
     check_names,
@@ -33,7 +37,7 @@ from gateway.schema import (
 
 PATH = "/v1/embeddings"
 
-EncodingFormat = Literal["float", "base64"]
+EncodingFormat = Literal["float", "base64", "base64_int8", "base64_binary", "base64_ubinary"]
 
 _FIELDS = frozenset(
     {
@@ -56,8 +60,18 @@ _IGNORED = frozenset(
 )
 _KNOWN = _FIELDS | _IGNORED
 
-_FORMATS = ("float", "base64")
-_QUANTISED_FORMATS = ("base64_int8", "base64_binary", "base64_ubinary")
+# The encoding (of common/protocol.py) that a worker is asked for.
+_ENCODINGS: dict[EncodingFormat, str] = {
+    "float": "float32",
+    "base64": "float32",
+    "base64_int8": "int8",
+    "base64_binary": "binary",
+    "base64_ubinary": "binary",
+}
+
+# From the first dimension in a byte's lowest bit, as rows come, to the first in its highest.
+_REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+
 _LANES = ("online", "backfill")
 _DIRECTIONS = ("left", "right")
 _MAX_USER_CHARS = 256
@@ -77,6 +91,10 @@ class EmbeddingRequest:
     lane: str
     encoding_format: EncodingFormat
 
+    @property
+    def encoding(self) -> str:
+        return _ENCODINGS[self.encoding_format]
+
 
 def parse(body: bytes, facts: ModelFacts, *, max_inputs: int, auto_truncate: bool) -> EmbeddingRequest:
     """The request of a body, checked as far as it can be without a tokenizer.
@@ -90,9 +108,9 @@ def parse(body: bytes, facts: ModelFacts, *, max_inputs: int, auto_truncate: boo
     _check_model(fields, facts)
     if optional_flag(fields, "stream"):
         raise _unsupported("stream", "embeddings are not streamed")
-    encoding_format = _parse_encoding_format(fields)
-    dimensions = optional_integer(fields, "dimensions", 1, facts.dimensions)
-    normalize = optional_flag(fields, "normalize")
+    encoding_format = _parse_encoding_format(fields, facts)
+    dimensions = _parse_dimensions(fields, facts, encoding_format)
+    normalize = _parse_normalize(fields, facts, encoding_format)
     truncate = optional_flag(fields, "truncate")
     direction = optional_choice(fields, "truncation_direction", _DIRECTIONS)
     lane = optional_choice(fields, "lane", _LANES)
@@ -106,15 +124,15 @@ def parse(body: bytes, facts: ModelFacts, *, max_inputs: int, auto_truncate: boo
         truncation=TruncationRule(
             auto_truncate if truncate is None else truncate, "left" if direction == "left" else "right"
         ),
-        dimensions=dimensions or facts.dimensions,
-        normalize=facts.normalize if normalize is None else normalize,
+        dimensions=dimensions,
+        normalize=normalize,
         lane=lane or "online",
         encoding_format=encoding_format,
     )
 
 
-def render(rows: npt.NDArray[np.float32], encoding_format: EncodingFormat, model: str, num_tokens: int) -> bytes:
-    """The answer's body for `rows` [inputs, dimensions]; floats as the shortest decimals that give float32 back.
+def render(rows: Rows, encoding_format: EncodingFormat, model: str, num_tokens: int) -> bytes:
+    """The answer's body for rows of the format's encoding; floats as the shortest decimals that give float32 back.
 
     One row at a time: the JSON writer holds the interpreter's lock for a whole call, so that even on another thread
     a large matrix at once would stop the event loop.
@@ -125,25 +143,30 @@ def render(rows: npt.NDArray[np.float32], encoding_format: EncodingFormat, model
     check_finite(rows)
     pieces = [b'{"object":"list","model":', orjson.dumps(model), b',"data":[']
     separator = b'{"object":"embedding","index":%d,"embedding":'
-    if encoding_format == "base64":
-        for index, row in enumerate(rows.astype("<f4", copy=False)):
-            pieces += (separator % index, b'"', binascii.b2a_base64(row.tobytes(), newline=False), b'"},')
-    else:
+    if encoding_format == "float":
         for index, row in enumerate(rows):
             pieces += (separator % index, orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY), b"},")
+    else:
+        data = _octets(rows, encoding_format)
+        num_bytes = len(data) // len(rows)
+        for index in range(len(rows)):
+            row_octets = data[index * num_bytes : (index + 1) * num_bytes]
+            pieces += (separator % index, b'"', binascii.b2a_base64(row_octets, newline=False), b'"},')
     pieces[-1] = pieces[-1][:-1]
     pieces.append(b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
     return b"".join(pieces)
 
 
-def render_raw(rows: npt.NDArray[np.float32]) -> bytes:
+def render_raw(rows: Rows, encoding_format: EncodingFormat) -> bytes:
     """The bare matrix, little-endian, row after row. Raises NonfiniteOutput as `render` does."""
     check_finite(rows)
-    return rows.astype("<f4", copy=False).tobytes()
+    return bytes(_octets(rows, encoding_format))
 
 
-def check_finite(rows: npt.NDArray[np.float32]) -> None:
+def check_finite(rows: Rows) -> None:
     """Raises NonfiniteOutput naming the first row that holds a NaN or an infinity."""
+    if rows.dtype.kind != "f":
+        return
     finite = np.isfinite(rows)
     if not finite.all():
         index = int(np.argmin(finite.all(axis=1)))
@@ -166,16 +189,42 @@ def _check_model(fields: Fields, facts: ModelFacts) -> None:
         )
 
 
-def _parse_encoding_format(fields: Fields) -> EncodingFormat:
-    value = fields.get("encoding_format")
-    if value == "base64":
-        return "base64"
-    if value is None or value == "float":
+def _octets(rows: Rows, encoding_format: EncodingFormat) -> bytes | memoryview:
+    """What the rows hold, one after the other; without a copy unless bits change places."""
+    if encoding_format == "base64_ubinary":
+        return rows.tobytes().translate(_REVERSED_BITS)
+    return rows.data.cast("B")
+
+
+def _parse_encoding_format(fields: Fields, facts: ModelFacts) -> EncodingFormat:
+    value = optional_text(fields, "encoding_format")
+    if value is None:
         return "float"
-    if value in _QUANTISED_FORMATS:
-        raise _unsupported("encoding_format", "this model declares no quantiser; use float or base64")
-    optional_choice(fields, "encoding_format", _FORMATS)
-    raise AssertionError("an encoding_format that is neither known nor refused: this is a bug")
+    served = [name for name, encoding in _ENCODINGS.items() if encoding in facts.encodings]
+    if value in _ENCODINGS and value not in served:
+        raise _unsupported("encoding_format", f"this model does not make it; use one of: {', '.join(served)}")
+    optional_choice(fields, "encoding_format", served)
+    return value  # type: ignore[return-value]  # one of those
+
+
+def _parse_dimensions(fields: Fields, facts: ModelFacts, encoding_format: EncodingFormat) -> int:
+    dimensions = optional_integer(fields, "dimensions", 1, facts.dimensions)
+    if dimensions is None:
+        dimensions = facts.dimensions
+    if dimensions % 8 and _ENCODINGS[encoding_format] == "binary":
+        raise InvalidRequest(
+            f"dimensions must be a multiple of 8 where each is one bit, and is {dimensions}.", param="dimensions"
+        )
+    return dimensions
+
+
+def _parse_normalize(fields: Fields, facts: ModelFacts, encoding_format: EncodingFormat) -> bool:
+    normalize = optional_flag(fields, "normalize")
+    if _ENCODINGS[encoding_format] == "float32":
+        return facts.normalize if normalize is None else normalize
+    if normalize:
+        raise _unsupported("normalize", f"{encoding_format} is made from the vector before any normalisation")
+    return False
 
 
 def _check_user(fields: Fields) -> None:

@@ -80,6 +80,7 @@ def _facts(facts: ModelFacts) -> dict[str, object]:
         "pooling": facts.pooling,
         "normalize": facts.normalize,
         "tasks": facts.tasks,
+        "encodings": facts.encodings,
         "prompts": sorted(facts.prompts),
         "default_prompt_name": facts.default_prompt_name,
     }

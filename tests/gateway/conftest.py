@@ -41,7 +41,7 @@ def vector(ids: npt.ArrayLike, *, dimensions: int = DIMENSIONS, normalize: bool 
 
 
 class Stub:
-    """SchedulerClient's surface, its vectors made on the spot."""
+    """SchedulerClient's surface, its vectors made on the spot, float32 ones only."""
 
     def __init__(self, facts: ModelFacts | None) -> None:
         self.facts = facts
@@ -73,6 +73,7 @@ class Stub:
                 "deadline_ns": options.deadline_ns,
             }
         )
+        assert options.encoding == "float32"
         self.entered.set()
         try:
             await self.gate.wait()

@@ -170,6 +170,7 @@ BODIES = [
             5: "invalid_type",
             "base64_int8": "unsupported_parameter",
             "base64_binary": "unsupported_parameter",
+            "base64_ubinary": "unsupported_parameter",
         }.items()
     ),
     fields("39 user a number", {"user": 5}, "invalid_type", "user"),

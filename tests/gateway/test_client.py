@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from common.errors import DeadlineExceeded, InternalError, NonfiniteOutput, ProtocolError, Unavailable
 from common.metrics import Metrics
 from common.protocol import (
+    INT8,
     Batch,
     BatchFailed,
     Cancel,
@@ -25,8 +27,17 @@ from common.protocol import (
     Welcome,
 )
 from common.transport import now_ns
-from gateway.client import Ledger, OpenRequest, Options, SchedulerClient
-from tests.fakes import DIMENSIONS, FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_vector
+from gateway.client import Embedded, Ledger, OpenRequest, Options, SchedulerClient
+from tests.fakes import (
+    DIMENSIONS,
+    FACTS,
+    QUANTISING_FACTS,
+    FakeWorker,
+    RunningScheduler,
+    oracle_result,
+    oracle_row,
+    oracle_vector,
+)
 
 SECOND = 1_000_000_000
 Sequences = list[np.ndarray]
@@ -38,14 +49,34 @@ def sequences(*lengths: int) -> Sequences:
     return [rng.integers(0, 30_000, length, dtype=np.int32) for length in lengths]
 
 
-async def submit(client: SchedulerClient, rows: Sequences, *, timeout_s: float = 30, dimensions: int = DIMENSIONS):  # noqa: ANN201
-    return await client.submit(rows, make_options(dimensions, now_ns() + int(timeout_s * SECOND)))
+async def submit(
+    client: SchedulerClient,
+    rows: Sequences,
+    *,
+    timeout_s: float = 30,
+    dimensions: int = DIMENSIONS,
+    encoding: str = "float32",
+) -> Embedded:
+    deadline_ns = now_ns() + int(timeout_s * SECOND)
+    return await client.submit(rows, make_options(dimensions, deadline_ns, encoding))
 
 
-def make_options(dimensions: int, deadline_ns: int = 10**15) -> Options:
+def make_options(dimensions: int, deadline_ns: int = 10**15, encoding: str = "float32") -> Options:
     return Options(
-        fingerprint=FACTS.fingerprint, dimensions=dimensions, normalize=True, lane="online", deadline_ns=deadline_ns
+        fingerprint=FACTS.fingerprint,
+        dimensions=dimensions,
+        normalize=True,
+        encoding=encoding,
+        lane="online",
+        deadline_ns=deadline_ns,
     )
+
+
+def assert_answers(embedded: Embedded, texts: Sequences, encoding: str, dimensions: int = DIMENSIONS) -> None:
+    """The rows are the oracle's, in the type of their encoding."""
+    expected = np.stack([oracle_row(ids, encoding, dimensions) for ids in texts])
+    assert embedded.rows.dtype == expected.dtype
+    np.testing.assert_array_equal(embedded.rows, expected)
 
 
 @pytest.fixture
@@ -92,6 +123,57 @@ async def test_only_the_asked_dimensions_come_back(start_worker: StartWorker, cl
     (ids,) = sequences(5)
     embedded = await submit(client, [ids], dimensions=3)
     np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids, 3)])
+
+
+@pytest.mark.parametrize("encoding", ["int8", "binary"])
+async def test_quantised_rows_come_back_in_their_own_type_at_the_asked_dimensions(
+    start_worker: StartWorker, client: SchedulerClient, encoding: str
+) -> None:
+    start_worker(facts=QUANTISING_FACTS)
+    await until(lambda: client.facts is not None)
+    texts = sequences(*range(1, 30))
+    assert_answers(await submit(client, texts, encoding=encoding), texts, encoding)
+    assert_answers(await submit(client, texts, encoding=encoding, dimensions=8), texts, encoding, 8)
+
+
+async def test_different_encodings_share_a_batch_and_each_request_gets_its_own(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    gate = threading.Event()
+
+    def answer(batch: Batch) -> Message:
+        gate.wait(10)
+        return oracle_result(batch)
+
+    worker = start_worker(facts=QUANTISING_FACTS, answer=answer)
+    await until(lambda: client.facts is not None)
+    texts = [sequences(length, length + 1) for length in range(1, 9)]
+    encodings = ["float32", "int8", "binary", "float32", "binary", "int8", "binary", "int8"]
+    tasks = [
+        asyncio.ensure_future(submit(client, rows, encoding=encoding))
+        for rows, encoding in zip(texts, encodings, strict=True)
+    ]
+    await until(lambda: bool(worker.batches))
+    await asyncio.sleep(0.05)  # the others wait at the scheduler by then, and will run at once
+    gate.set()
+    answers = await asyncio.gather(*tasks)
+    for embedded, rows, encoding in zip(answers, texts, encodings, strict=True):
+        assert_answers(embedded, rows, encoding)
+    assert max(len(set(batch.encodings.tolist())) for batch in worker.batches) == 3
+
+
+async def test_an_int8_request_that_a_worker_died_with_runs_on_another_and_is_int8(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    mute = start_worker("worker-0", facts=QUANTISING_FACTS, answer=lambda _: None)
+    await until(lambda: client.facts is not None)
+    texts = sequences(5, 6)
+    task = asyncio.ensure_future(submit(client, texts, encoding="int8"))
+    await until(lambda: bool(mute.batches))
+    second = start_worker("worker-1", facts=QUANTISING_FACTS)
+    mute.process.kill()
+    assert_answers(await task, texts, "int8")
+    assert second.batches[0].encodings.tolist() == [INT8, INT8]
 
 
 async def test_facts_are_announced_when_the_first_worker_is_ready(
@@ -225,7 +307,7 @@ def make_open(*lengths: int) -> OpenRequest:
 
 def reply(request: Request) -> Reply:
     rows = np.full((len(request.lengths), DIMENSIONS), request.request_id, dtype=np.float32)
-    return Reply(request.request_id, 0, 10, 20, rows)
+    return Reply(request.request_id, 0, 10, 20, rows.view(np.uint8))
 
 
 @pytest.fixture
@@ -310,11 +392,26 @@ async def test_a_reply_that_does_not_fit_is_a_protocol_error_and_changes_nothing
     held = make_open(5)
     ledger.open(held, 0)
     (request,) = wire.requests()
-    for rows in (np.zeros((2, DIMENSIONS), dtype=np.float32), np.zeros((1, 1), dtype=np.float32)):
+    for rows in (np.zeros((2, 4 * DIMENSIONS), dtype=np.uint8), np.zeros((1, 4 * 2 - 1), dtype=np.uint8)):
         with pytest.raises(ProtocolError):
             ledger.on_message(Reply(request.request_id, 0, 1, 1, rows), 0)
     ledger.on_message(reply(request), 0)
     assert (await held.future).rows.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize(("encoding", "needed"), [("float32", 32), ("int8", 8), ("binary", 1)])
+async def test_a_row_may_be_wider_than_was_asked_for_and_never_narrower(
+    ledger: Ledger, wire: Wire, encoding: str, needed: int
+) -> None:
+    held = OpenRequest.of(sequences(5), make_options(8, encoding=encoding))
+    ledger.open(held, 0)
+    (request,) = wire.requests()
+    assert request.encoding == encoding
+    rows = np.arange(64, dtype=np.uint8).reshape(1, 64)
+    with pytest.raises(ProtocolError):
+        ledger.on_message(Reply(request.request_id, 0, 1, 1, rows[:, : needed - 1]), 0)
+    ledger.on_message(Reply(request.request_id, 0, 1, 1, rows), 0)
+    assert (await held.future).rows.tobytes() == bytes(range(needed))
 
 
 async def test_a_refused_gateway_does_not_ask_again(ledger: Ledger, wire: Wire) -> None:

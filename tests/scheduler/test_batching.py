@@ -19,6 +19,7 @@ def make_pending(arrival: int, lengths: list[int], *, deadline_ns: int = 10**12,
         opens=True,
         dimensions=4,
         normalize=True,
+        encoding="float32",
         token_ids=np.arange(sum(lengths), dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int32),
     )

@@ -10,6 +10,8 @@ import pytest
 
 from common.metrics import Metrics
 from common.protocol import (
+    BINARY,
+    FLOAT32,
     PROTOCOL_VERSION,
     Batch,
     BatchFailed,
@@ -29,7 +31,7 @@ from common.protocol import (
     Welcome,
 )
 from scheduler.core import Action, Kill, Scheduler
-from tests.fakes import FACTS, oracle_rows, oracle_vector
+from tests.fakes import DIMENSIONS, FACTS, oracle_row, oracle_rows, oracle_vector
 
 EPOCH = 7
 MS = 1_000_000
@@ -100,15 +102,22 @@ class Rig:
                 self._sent.append((action.peer, action.message))
 
 
-def make_request(request_id: int, *sequences: list[int], deadline_ns: int = 2**62, opens: bool = True) -> Request:
+def make_request(
+    request_id: int,
+    *sequences: list[int],
+    deadline_ns: int = 2**62,
+    opens: bool = True,
+    encoding: str = "float32",
+) -> Request:
     return Request(
         request_id=request_id,
         fingerprint=FACTS.fingerprint,
         deadline_ns=deadline_ns,
         lane="online",
         opens=opens,
-        dimensions=8,
+        dimensions=DIMENSIONS,
         normalize=True,
+        encoding=encoding,
         token_ids=np.array([token for sequence in sequences for token in sequence], dtype=np.int32),
         lengths=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
     )
@@ -231,7 +240,7 @@ def test_a_request_is_dispatched_at_once_and_its_rows_come_back(rig: Rig) -> Non
     rig.finish(batch)
     (reply,) = rig.take(Reply)
     assert (reply.request_id, reply.first_sequence, reply.queue_us, reply.step_us) == (5, 0, 0, 5000)
-    np.testing.assert_array_equal(reply.rows, [oracle_vector([1, 2]), oracle_vector([3])])
+    np.testing.assert_array_equal(reply.rows.view(np.float32), [oracle_vector([1, 2]), oracle_vector([3])])
 
 
 def test_what_arrives_while_both_slots_are_taken_forms_one_batch(rig: Rig) -> None:
@@ -267,21 +276,62 @@ def test_options_travel_with_each_sequence(rig: Rig) -> None:
     rig.request(1, [1])
     rig.request(2, [1])
     plain = make_request(3, [3], [4])
-    rig.gateway(dataclasses.replace(plain, dimensions=2, normalize=False))
+    rig.gateway(dataclasses.replace(plain, dimensions=2, normalize=False, encoding="binary"))
     rig.request(4, [5])
     first, _ = rig.take(Batch)
     rig.finish(first)
     (batch,) = rig.take(Batch)
-    assert (batch.dimensions.tolist(), batch.normalize.tolist()) == ([2, 2, 8], [0, 0, 1])
+    assert (batch.dimensions.tolist(), batch.normalize.tolist()) == ([2, 2, DIMENSIONS], [0, 0, 1])
+    assert batch.encodings.tolist() == [BINARY, BINARY, FLOAT32]
+
+
+def test_one_batch_runs_what_was_asked_for_in_different_encodings_and_each_reply_begins_with_its_own(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [1])
+    rig.gateway(make_request(3, [3], [4], encoding="int8"))
+    rig.gateway(make_request(4, [5], encoding="binary"))
+    rig.request(5, [6])
+    first, _ = rig.take(Batch)
+    rig.finish(first)
+    rig.take(Reply)
+    (batch,) = rig.take(Batch)
+    rig.finish(batch)
+    integers, bits, floats = rig.take(Reply)
+    assert {reply.rows.shape[1] for reply in (integers, bits, floats)} == {4 * DIMENSIONS}
+    np.testing.assert_array_equal(
+        integers.rows[:, :DIMENSIONS].view(np.int8), [oracle_row([3], "int8"), oracle_row([4], "int8")]
+    )
+    np.testing.assert_array_equal(bits.rows[:, : DIMENSIONS // 8], [oracle_row([5], "binary")])
+    np.testing.assert_array_equal(floats.rows.view(np.float32), [oracle_vector([6])])
+
+
+@pytest.mark.parametrize(("encoding", "num_bytes"), [("int8", DIMENSIONS), ("binary", DIMENSIONS // 8)])
+def test_rows_are_no_wider_than_the_widest_of_their_batch(rig: Rig, encoding: str, num_bytes: int) -> None:
+    rig.gateway(make_request(1, [1], encoding=encoding))
+    (batch,) = rig.take(Batch)
+    rig.finish(batch)
+    (reply,) = rig.take(Reply)
+    assert reply.rows.shape == (1, num_bytes)
+    assert rig.killed == []
+
+
+def test_the_rows_of_a_reply_are_a_piece_of_the_result_and_no_copy(rig: Rig) -> None:
+    rig.gateway(make_request(1, [1], [2], encoding="int8"))
+    (batch,) = rig.take(Batch)
+    rows = oracle_rows(batch)
+    rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
+    (reply,) = rig.take(Reply)
+    assert np.shares_memory(reply.rows, rows)
+    assert reply.rows.flags.c_contiguous
 
 
 def test_a_nonfinite_row_fails_its_own_request_and_no_other(rig: Rig) -> None:
     rig.request(1, [9])
     rig.request(2, [9])
-    rig.take(Batch)
+    first, _ = rig.take(Batch)
     rig.request(3, [1], [2], [3])
     rig.request(4, [4])
-    rig.worker(Result(EPOCH, 1, 1, np.zeros(0, dtype=np.int32), np.stack([oracle_vector([9])])))
+    rig.finish(first)
     (batch,) = rig.take(Batch)
     rig.take(Reply)
     rig.finish(batch, nonfinite=(1,))
@@ -290,14 +340,24 @@ def test_a_nonfinite_row_fails_its_own_request_and_no_other(rig: Rig) -> None:
     assert [reply.request_id for reply in rig.take(Reply)] == [4]
 
 
-@pytest.mark.parametrize("shape", [(2, 8), (1, 7)])
+@pytest.mark.parametrize(
+    ("encoding", "shape"),
+    [
+        ("float32", (2, 4 * DIMENSIONS)),
+        ("float32", (1, 4 * DIMENSIONS - 1)),
+        ("float32", (1, DIMENSIONS)),
+        ("int8", (1, DIMENSIONS - 1)),
+        ("int8", (1, 4 * DIMENSIONS)),
+        ("binary", (1, 0)),
+    ],
+)
 def test_a_result_of_the_wrong_shape_ends_the_worker_and_the_batch_runs_elsewhere(
-    rig: Rig, shape: tuple[int, int]
+    rig: Rig, encoding: str, shape: tuple[int, int]
 ) -> None:
-    rig.request(1, [1])
+    rig.gateway(make_request(1, [1], encoding=encoding))
     (batch,) = rig.take(Batch)
     rig.hello(b"w1")
-    rows = np.zeros(shape, dtype=np.float32)
+    rows = np.zeros(shape, dtype=np.uint8)
     rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
     assert rig.killed == [b"w0"]
     assert rig.take(Reply) == []
@@ -330,14 +390,25 @@ def test_a_lost_workers_sequences_run_again_before_what_came_later(rig: Rig) -> 
     assert [ids(batch) for batch in rig.take(Batch, b"w1")] == [[1], [2, 3]]
 
 
+def test_a_lost_workers_sequences_run_again_in_the_encoding_that_was_asked_for(rig: Rig) -> None:
+    rig.gateway(make_request(1, [1], encoding="int8"))
+    rig.take(Batch)
+    rig.worker_lost()
+    rig.hello(b"w1")
+    (again,) = rig.take(Batch, b"w1")
+    rig.finish(again, b"w1")
+    (reply,) = rig.take(Reply)
+    np.testing.assert_array_equal(reply.rows.view(np.int8), [oracle_row([1], "int8")])
+
+
 def test_an_input_that_kills_three_workers_is_given_up_and_its_neighbours_are_served(rig: Rig) -> None:
     poison, innocents = [666], [[token] for token in range(1, 12)]
     rig.request(100, [50])
     rig.request(101, [50])
-    rig.take(Batch)
+    first, second = rig.take(Batch)
     rig.request(1, *innocents[:5], poison, *innocents[5:])
-    rig.worker(Result(EPOCH, 1, 1, np.zeros(0, dtype=np.int32), np.stack([oracle_vector([50])])))
-    rig.worker(Result(EPOCH, 2, 1, np.zeros(0, dtype=np.int32), np.stack([oracle_vector([50])])))
+    rig.finish(first)
+    rig.finish(second)
     rig.take(Reply)
     deaths = 0
     for incarnation in range(40):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.config import WorkerConfig
+from common.metrics import Metrics
 from common.models import ModelFolder
 from tests.models import write_bert
 from worker.engine import Engine
@@ -34,4 +35,4 @@ def make_engine(folder: Path, **options: object) -> Engine:
     """An engine, on the CPU unless `options`, which are fields of the configuration, say otherwise."""
     values = {"run_dir": "unused", "device": "cpu"} | options
     config = WorkerConfig(**values)  # type: ignore[arg-type]  # fields by name
-    return Engine(ModelFolder(folder.name, folder), config)
+    return Engine(ModelFolder(folder.name, folder), config, Metrics())

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.models import bert_config, bert_tensors, make_batch, random_sequences, write_bert
+from tests.models import bert_config, bert_tensors, embed, make_batch, random_sequences, write_bert
 from tests.reference import BertReference
 from tests.worker.conftest import make_engine
-from worker.checkpoint import ModelError
+from worker.attention.sdpa import SdpaAttention
+from worker.checkpoint import Checkpoint, ModelError
+from worker.loader import load_weights
+from worker.models import build
+from worker.pooling import pool
+from worker.ragged import load_sorted
 
 SEQUENCES = random_sequences([1, 7, 48, 7, 2])
 
 
 def rows_of(folder: Path, sequences: list[list[int]] = SEQUENCES) -> np.ndarray:
-    return make_engine(folder).step(make_batch(sequences)).numpy()
+    return embed(make_engine(folder), sequences)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
@@ -48,6 +54,23 @@ def test_each_pooling_equals_the_reference(tmp_path: Path, flag: str, pooling: s
     reference = BertReference(folder)
     expected = np.stack([reference.embed(sequence, pooling) for sequence in SEQUENCES])
     np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+
+def test_a_reference_batch_is_computed_in_float32_whatever_the_weights_are(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in bert_tensors(bert_config()).items()}
+    folder = write_bert(tmp_path, tensors=tensors)
+    checkpoint = Checkpoint.read(folder)
+    model = build(checkpoint.architecture, checkpoint.config)
+    assert isinstance(model, torch.nn.Module)
+    load_weights(folder, model.to(torch.bfloat16))
+    ragged, restore = load_sorted(make_batch(SEQUENCES), SdpaAttention())
+
+    hidden = model(dataclasses.replace(ragged, reference=True))
+
+    assert hidden.dtype == torch.float32
+    rows = pool(hidden, ragged.cu_seqlens, "mean")[restore].numpy()
+    reference = BertReference(folder)
+    np.testing.assert_allclose(rows, np.stack([reference.embed(s) for s in SEQUENCES]), rtol=0, atol=1e-5)
 
 
 def test_a_large_epsilon_is_heeded(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import edit_json, tokenizer, write_bert, write_json
+from tests.models import edit_json, tokenizer, write_bert, write_json, write_pplx, write_qwen3
 from worker.checkpoint import Checkpoint, ModelError
 
 POOLING = "1_Pooling/config.json"
@@ -33,6 +33,7 @@ def test_a_whole_folder_is_understood(folder: Path) -> None:
     assert checkpoint.architecture == "BertModel"
     assert checkpoint.pooling == "mean"
     assert checkpoint.normalize
+    assert checkpoint.encodings == ["float32"]
     assert checkpoint.lower_case
     assert checkpoint.length_limit == 24
     assert checkpoint.prompts == {"query": "q: "}
@@ -66,6 +67,24 @@ def test_later_names_of_the_module_classes_are_understood(folder: Path) -> None:
     write_json(folder / "modules.json", entries)
 
     assert not Checkpoint.read(folder).normalize
+
+
+def test_a_quantising_checkpoint_offers_its_encodings(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read(write_pplx(tmp_path))
+
+    assert checkpoint.architecture == "PPLXQwen3Model"
+    assert checkpoint.encodings == ["float32", "int8", "binary"]
+    assert not checkpoint.normalize
+
+
+def test_a_last_token_checkpoint_is_understood(tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path)
+    write_json(folder / SETTINGS, {"prompts": {"query": "Instruct: x\nQuery:", "document": ""}, "__version__": {}})
+
+    checkpoint = Checkpoint.read(folder)
+
+    assert (checkpoint.pooling, checkpoint.normalize, checkpoint.encodings) == ("last", True, ["float32"])
+    assert checkpoint.prompts == {"query": "Instruct: x\nQuery:", "document": ""}
 
 
 def test_a_transformer_in_a_folder_of_its_own_is_found(folder: Path) -> None:
@@ -109,6 +128,17 @@ def test_the_declared_length_overrides_the_tokenizers(
         (["sentence_transformers.models.Transformer", "custom.Pooling"], "'custom.Pooling' is not supported"),
         (["sentence_transformers.models.Transformer"], "Pooling and perhaps Normalize"),
         (["sentence_transformers.models.Pooling", "sentence_transformers.models.Transformer"], "are supported, not"),
+        (
+            [
+                "sentence_transformers.models.Transformer",
+                "sentence_transformers.models.Pooling",
+                "sentence_transformers.models.Normalize",
+                "st_quantize.FlexibleQuantizer",
+            ],
+            "are supported, not",
+        ),
+        (["sentence_transformers.models.Transformer", "other.FlexibleQuantizer"], "'other.FlexibleQuantizer' is not"),
+        (["sentence_transformers.models.Transformer", "st_quantize.Quantizer"], "'st_quantize.Quantizer' is not"),
     ],
 )
 def test_modules_that_are_not_supported_are_refused(folder: Path, types: list[str], message: str) -> None:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from common.config import WorkerConfig
@@ -21,33 +20,41 @@ from tests.models import make_batch
 from tests.scheduler.test_core import make_request
 from tests.scheduler.test_server import Gateway
 from worker.compute import Broken, Compute, Outcome, Ready
+from worker.lazy import DeviceLost, Rows
 from worker.server import EXIT_STUCK, Server
 
 
 class FakeRows:
     """Rows that are on the host once `arrived` is set."""
 
-    def __init__(self, rows: npt.NDArray[np.float32]) -> None:
+    def __init__(self, rows: Rows, failure: Exception | None) -> None:
         self._rows = rows
+        self._failure = failure
         self.arrived = threading.Event()
         self.waited_for = threading.Event()
 
     def ready(self) -> bool:
         return self.arrived.is_set()
 
-    def numpy(self) -> npt.NDArray[np.float32]:
+    def numpy(self) -> Rows:
         self.waited_for.set()
         assert self.arrived.wait(10)
-        if np.isposinf(self._rows).any():
-            raise RuntimeError("the device is gone")
+        if self._failure is not None:
+            raise self._failure
         return self._rows
 
 
 class FakeEngine:
-    """A device: `step` returns at once. A batch of token 0 fails to launch, one of token 1 fails on the device."""
+    """A device: `step` returns at once.
 
-    def __init__(self, *, at_once: bool) -> None:
+    A batch of token 0 fails to launch, one of token 1 fails on the device, one of token 2 has a row that is not finite,
+    one of token 3 breaks the device for good.
+    """
+
+    def __init__(self, *, at_once: bool, chores: int = 0) -> None:
         self._at_once = at_once
+        self._chores = chores
+        self.tended = threading.Semaphore(0)
         self.steps: list[FakeRows] = []
         self.launched = threading.Semaphore(0)
 
@@ -58,13 +65,26 @@ class FakeEngine:
         token = int(batch.token_ids[0])
         if token == 0:
             raise ValueError("this batch cannot be launched")
-        value = {1: np.inf, 2: np.nan}.get(token, token)
-        rows = FakeRows(np.full((len(batch.lengths), 2), value, dtype=np.float32))
+        failure = {1: RuntimeError("this step failed"), 3: RuntimeError("the device is gone")}.get(token)
+        count = len(batch.lengths)
+        finite = np.full(count, token != 2, dtype=np.uint8)
+        rows = FakeRows(Rows(np.full((count, 2), token, dtype=np.uint8), finite), failure)
         if self._at_once:
             rows.arrived.set()
         self.steps.append(rows)
         self.launched.release()
         return rows
+
+    def tend(self) -> bool:
+        if self._chores == 0:
+            return False
+        self._chores -= 1
+        self.tended.release()
+        return True
+
+    def check_device(self, error: Exception) -> None:
+        if "gone" in str(error):
+            raise DeviceLost(str(error))
 
 
 class Harness:
@@ -118,23 +138,32 @@ def test_the_second_step_is_launched_before_the_first_one_is_waited_for(metrics:
     compute.stop(10)
 
 
-def test_no_more_than_two_steps_run_at_once(metrics: Metrics) -> None:
-    engine = FakeEngine(at_once=False)
+def test_nothing_waits_for_a_chore_and_chores_are_done_when_nothing_else_is(metrics: Metrics) -> None:
+    engine = FakeEngine(at_once=True, chores=2)
     compute = Compute(lambda: engine, metrics)  # type: ignore[arg-type, return-value]  # a fake
-    for batch_id in (1, 2, 3):
-        compute.submit(make_batch([[5]], batch_id=batch_id))
+    compute.submit(make_batch([[5]], batch_id=1))
+
     compute.start()
-    assert engine.launched.acquire(timeout=10)
-    assert engine.launched.acquire(timeout=10)
-    assert engine.steps[0].waited_for.wait(10)
-    assert len(engine.steps) == 2
 
-    engine.steps[0].arrived.set()
+    assert engine.tended.acquire(timeout=10)
+    assert len(engine.steps) == 1
+    assert engine.tended.acquire(timeout=10)
+    assert compute.stop(10)
 
-    assert engine.launched.acquire(timeout=10)
-    for step in engine.steps:
-        step.arrived.set()
-    compute.stop(10)
+
+def test_a_device_that_is_lost_ends_the_threads(metrics: Metrics) -> None:
+    engine = FakeEngine(at_once=True)
+    compute = Compute(lambda: engine, metrics)  # type: ignore[arg-type, return-value]  # a fake
+    compute.submit(make_batch([[3]], batch_id=1))
+
+    compute.start()
+    assert compute.stop(10)
+
+    ready, failed, broken = compute.take_outcomes()
+    assert ready == Ready(FACTS)
+    assert failed == BatchFailed(1, 1, "RuntimeError: the device is gone")
+    assert isinstance(broken, Broken)
+    assert isinstance(broken.error, DeviceLost)
 
 
 def test_what_is_ready_at_once_is_handed_on_before_the_next_step(host: Harness) -> None:
@@ -143,7 +172,7 @@ def test_what_is_ready_at_once_is_handed_on_before_the_next_step(host: Harness) 
 
     assert isinstance(result, Result)
     assert (result.epoch, result.batch_id) == (1, 1)
-    assert result.rows.tolist() == [[5.0, 5.0]]
+    assert result.rows.tolist() == [[5, 5]]
     assert len(result.nonfinite) == 0
 
 
@@ -171,22 +200,30 @@ def test_a_step_that_raises_fails_its_batch_and_the_next_one_runs(host: Harness,
 def test_a_failure_that_shows_only_on_the_device_fails_its_batch(host: Harness) -> None:
     host.launch(1, batch_id=7)
 
-    assert host.next() == BatchFailed(1, 7, "RuntimeError: the device is gone")
+    assert host.next() == BatchFailed(1, 7, "RuntimeError: this step failed")
 
 
-def test_batches_that_have_not_begun_can_be_dropped(device: Harness) -> None:
-    device.launch(5, batch_id=1)
-    assert device.engine.steps[0].waited_for.wait(10)
-    device.compute.submit(make_batch([[6]], batch_id=2))
+def test_batches_that_have_not_begun_can_be_dropped(metrics: Metrics) -> None:
+    may_build = threading.Event()
+    engine = FakeEngine(at_once=True)
 
-    device.compute.drop_queued()
-    device.engine.steps[0].arrived.set()
+    def build() -> FakeEngine:
+        assert may_build.wait(10)
+        return engine
 
-    result = device.next()
+    compute = Compute(build, metrics)  # type: ignore[arg-type]  # a fake
+    compute.start()
+    compute.submit(make_batch([[5]], batch_id=1))
+    compute.drop_queued()
+    compute.submit(make_batch([[6]], batch_id=2))
+
+    may_build.set()
+    assert compute.stop(10)
+
+    _, result = compute.take_outcomes()
     assert isinstance(result, Result)
-    assert result.batch_id == 1
-    device.launch(7, batch_id=3)
-    assert len(device.engine.steps) == 2
+    assert result.batch_id == 2
+    assert len(engine.steps) == 1
 
 
 def test_when_the_oldest_step_began_is_known_while_one_runs(device: Harness) -> None:

@@ -6,25 +6,34 @@ import json
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from common.models import find_model
+from common.protocol import Batch
 from common.tokenization import Tokenizer, TruncationRule
-from tests.models import bert_config, bert_tensors, make_batch, random_sequences, write_bert, write_json
-from tests.reference import BertReference, unit
+from tests.models import bert_config, bert_tensors, make_batch, random_sequences, write_bert, write_json, write_pplx
+from tests.reference import BertReference, Qwen3Reference, unit
 from tests.worker.conftest import make_engine
 from worker.checkpoint import ModelError
 from worker.engine import Engine
+from worker.lazy import LazyTensor
 from worker.ragged import BadBatch
+from worker.runner import Runner
 
 DATA = Path(__file__).parent.parent / "data"
+
+
+def embed(engine: Engine, batch: Batch) -> npt.NDArray[np.float32]:
+    """The rows of a batch of float32 alone: [sequences, dimensions]."""
+    return engine.step(batch).numpy().rows.view(np.float32)
 
 
 def test_rows_come_in_the_order_of_the_batch(tiny_engine: Engine, tiny_folder: Path) -> None:
     sequences = random_sequences([30, 1, 5, 48, 5, 2, 30])
 
-    rows = tiny_engine.step(make_batch(sequences)).numpy()
+    rows = embed(tiny_engine, make_batch(sequences))
 
     reference = BertReference(tiny_folder)
     np.testing.assert_allclose(rows, np.stack([reference.embed(s) for s in sequences]), atol=1e-5)
@@ -33,25 +42,25 @@ def test_rows_come_in_the_order_of_the_batch(tiny_engine: Engine, tiny_folder: P
 def test_a_sequence_alone_and_in_company_has_the_same_row(tiny_engine: Engine) -> None:
     generator = np.random.default_rng(0)
     sequences = random_sequences(generator.integers(1, 49, 24).tolist())
-    alone = np.concatenate([tiny_engine.step(make_batch([sequence])).numpy() for sequence in sequences])
+    alone = np.concatenate([embed(tiny_engine, make_batch([sequence])) for sequence in sequences])
 
-    together = tiny_engine.step(make_batch(sequences)).numpy()
+    together = embed(tiny_engine, make_batch(sequences))
     order = generator.permutation(len(sequences))
-    shuffled = tiny_engine.step(make_batch([sequences[i] for i in order])).numpy()
+    shuffled = embed(tiny_engine, make_batch([sequences[i] for i in order]))
 
     np.testing.assert_allclose(together, alone, atol=1e-5)
     np.testing.assert_allclose(shuffled, alone[order], atol=1e-5)
 
 
 def test_equal_sequences_have_equal_rows(tiny_engine: Engine) -> None:
-    rows = tiny_engine.step(make_batch([[7, 8, 9]] * 3 + [[1]])).numpy()
+    rows = embed(tiny_engine, make_batch([[7, 8, 9]] * 3 + [[1]]))
 
     np.testing.assert_array_equal(rows[0], rows[1])
     np.testing.assert_array_equal(rows[0], rows[2])
 
 
 def test_the_order_of_tokens_matters(tiny_engine: Engine) -> None:
-    rows = tiny_engine.step(make_batch([[7, 8, 9], [9, 8, 7]])).numpy()
+    rows = embed(tiny_engine, make_batch([[7, 8, 9], [9, 8, 7]]))
 
     assert np.abs(rows[0] - rows[1]).max() > 0.01
 
@@ -60,7 +69,7 @@ def test_each_sequence_has_its_own_dimensions_and_normalisation(tiny_engine: Eng
     sequences = random_sequences([9, 3, 9, 1])
     batch = make_batch(sequences, dimensions=[32, 8, 8, 1], normalize=[1, 1, 0, 0])
 
-    rows = tiny_engine.step(batch).numpy()
+    rows = embed(tiny_engine, batch)
 
     full = [BertReference(tiny_folder).embed(sequence) for sequence in sequences]
     np.testing.assert_allclose(rows[0], unit(full[0]), atol=1e-5)
@@ -72,28 +81,28 @@ def test_each_sequence_has_its_own_dimensions_and_normalisation(tiny_engine: Eng
     assert not rows[3, 1:].any()
 
 
-def test_rows_are_float32_and_contiguous(tiny_engine: Engine) -> None:
-    rows = tiny_engine.step(make_batch([[1], [2]])).numpy()
+def test_rows_are_bytes_and_contiguous(tiny_engine: Engine) -> None:
+    rows = tiny_engine.step(make_batch([[1], [2]])).numpy().rows
 
-    assert rows.dtype == np.float32
-    assert rows.shape == (2, 32)
+    assert rows.dtype == np.uint8
+    assert rows.shape == (2, 128)
     assert rows.flags.c_contiguous
 
 
 def test_a_result_is_not_changed_by_the_next_step(tiny_engine: Engine) -> None:
     first = tiny_engine.step(make_batch([[1, 2]]))
-    kept = first.numpy().copy()
+    kept = first.numpy().rows.copy()
 
-    tiny_engine.step(make_batch([[3, 4]])).numpy()
+    embed(tiny_engine, make_batch([[3, 4]]))
 
-    np.testing.assert_array_equal(first.numpy(), kept)
+    np.testing.assert_array_equal(first.numpy().rows, kept)
 
 
 def test_a_batch_beyond_the_limits_is_refused_and_the_next_one_runs(tiny_engine: Engine) -> None:
     with pytest.raises(BadBatch):
         tiny_engine.step(make_batch([[64]]))
 
-    assert np.isfinite(tiny_engine.step(make_batch([[63]])).numpy()).all()
+    assert np.isfinite(embed(tiny_engine, make_batch([[63]]))).all()
 
 
 def test_a_token_whose_numbers_overflow_spoils_its_own_sequence_alone(tmp_path: Path) -> None:
@@ -101,7 +110,7 @@ def test_a_token_whose_numbers_overflow_spoils_its_own_sequence_alone(tmp_path: 
     tensors["embeddings.word_embeddings.weight"][5] = 3e38
     engine = make_engine(write_bert(tmp_path, tensors=tensors))
 
-    rows = engine.step(make_batch([[1, 2], [1, 5], [3, 4], [5]], normalize=[1, 1, 0, 0])).numpy()
+    rows = embed(engine, make_batch([[1, 2], [1, 5], [3, 4], [5]], normalize=[1, 1, 0, 0]))
 
     assert np.isfinite(rows[[0, 2]]).all()
     assert np.isnan(rows[[1, 3]]).all()
@@ -138,7 +147,7 @@ def test_two_starts_give_equal_bits(tiny_engine: Engine, tiny_folder: Path) -> N
     batch = make_batch(random_sequences([3, 40]))
     again = make_engine(tiny_folder)
 
-    np.testing.assert_array_equal(again.step(batch).numpy(), tiny_engine.step(batch).numpy())
+    np.testing.assert_array_equal(embed(again, batch), embed(tiny_engine, batch))
     assert again.hello() == tiny_engine.hello()
 
 
@@ -146,7 +155,7 @@ def test_bfloat16_stays_close_to_the_reference(tiny_folder: Path) -> None:
     sequences = random_sequences([5, 48, 1])
     engine = make_engine(tiny_folder, dtype="bfloat16")
 
-    rows = engine.step(make_batch(sequences, normalize=[1, 1, 1])).numpy()
+    rows = embed(engine, make_batch(sequences, normalize=[1, 1, 1]))
 
     expected = unit(np.stack([BertReference(tiny_folder).embed(sequence) for sequence in sequences]))
     assert engine.hello().dtype == "bfloat16"
@@ -182,7 +191,7 @@ def test_minilm_equals_sentence_transformers_on_real_sentences(minilm: Engine) -
     rows = np.empty_like(expected)
     for places in np.array_split(np.random.default_rng(0).permutation(len(sequences)), 10):
         batch = make_batch([sequences[i].tolist() for i in places], width=384, normalize=[1] * len(places))
-        rows[places] = minilm.step(batch).numpy()
+        rows[places] = embed(minilm, batch)
 
     assert len(expected) == 500
     np.testing.assert_allclose(rows, expected, atol=1e-5)
@@ -192,20 +201,68 @@ def test_minilm_equals_sentence_transformers_on_real_sentences(minilm: Engine) -
 def test_minilm_equals_the_plain_reference_at_its_longest(minilm: Engine) -> None:
     sequence = random_sequences([256], vocab_size=30_522)[0]
 
-    rows = minilm.step(make_batch([sequence, [101, 102]], width=384)).numpy()
+    rows = embed(minilm, make_batch([sequence, [101, 102]], width=384))
 
     reference = BertReference(Path(minilm.hello().folder))
     np.testing.assert_allclose(rows[0], reference.embed(sequence), atol=1e-5)
     np.testing.assert_allclose(rows[1], reference.embed([101, 102]), atol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_stays_close_to_the_reference(tiny_folder: Path) -> None:
-    sequences = random_sequences([5, 48, 1])
-    engine = make_engine(tiny_folder, device="cuda")
+def test_each_sequence_has_its_own_encoding(tmp_path: Path) -> None:
+    engine = make_engine(write_pplx(tmp_path))
+    sequences = random_sequences([9, 3, 9])
 
-    rows = engine.step(make_batch(sequences, normalize=[1, 1, 1])).numpy()
+    rows = engine.step(make_batch(sequences, encodings=[0, 1, 2])).numpy().rows
 
-    expected = unit(np.stack([BertReference(tiny_folder).embed(sequence) for sequence in sequences]))
-    assert (rows * expected).sum(axis=1).min() > 0.999
+    pooled = [Qwen3Reference(tmp_path, causal=False).embed(sequence, "mean") for sequence in sequences]
+    np.testing.assert_allclose(rows[0].view(np.float32), pooled[0], atol=1e-5)
+    expected = np.round(np.tanh(pooled[1]) * 127)
+    assert np.abs(rows[1, :32].view(np.int8) - expected).max() <= 1  # where rounding is a tie but for the last bit
+    np.testing.assert_array_equal(np.unpackbits(rows[2, :4], bitorder="little"), pooled[2] >= 0)
+
+
+def test_only_the_bytes_that_a_batch_asks_for_come_back(tmp_path: Path) -> None:
+    engine = make_engine(write_pplx(tmp_path))
+
+    assert engine.step(make_batch([[1], [2]], encodings=[1, 2])).numpy().rows.shape == (2, 32)
+    assert engine.step(make_batch([[1], [2]], encodings=[2, 2])).numpy().rows.shape == (2, 4)
+
+
+class ShortOfMemory:
+    """A runner that takes no more than some tokens at once."""
+
+    def __init__(self, runner: Runner, max_tokens: int) -> None:
+        self._runner = runner
+        self._max_tokens = max_tokens
+        self.released = 0
+        self.ran: list[int] = []
+
+    def run(self, batch: Batch) -> LazyTensor:
+        if len(batch.token_ids) > self._max_tokens:
+            raise torch.OutOfMemoryError("no memory")
+        self.ran.append(len(batch.token_ids))
+        return self._runner.run(batch)
+
+    def release_memory(self) -> None:
+        self.released += 1
+
+
+def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(tiny_folder: Path) -> None:
+    engine = make_engine(tiny_folder)
+    sequences = random_sequences([5, 1, 9, 2, 2, 2, 30, 1])
+    whole = engine.step(make_batch(sequences)).numpy()
+    runner = engine._runner = ShortOfMemory(engine._runner, max_tokens=30)  # type: ignore[assignment]
+
+    rows = engine.step(make_batch(sequences)).numpy()
+
+    np.testing.assert_allclose(rows.rows.view(np.float32), whole.rows.view(np.float32), atol=1e-6)
+    assert sum(runner.ran) == 52
+    assert runner.released > 0
+
+
+def test_a_sequence_that_does_not_fit_into_memory_alone_fails(tiny_folder: Path) -> None:
+    engine = make_engine(tiny_folder)
+    engine._runner = ShortOfMemory(engine._runner, max_tokens=30)  # type: ignore[assignment]
+
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step(make_batch(random_sequences([31, 2])))

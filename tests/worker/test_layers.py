@@ -1,22 +1,44 @@
-"""Linear layers, packed and plain."""
+"""Layers: linear ones packed and plain, and each piece against its formula, whatever the dtypes."""
 
 from __future__ import annotations
 
 import logging
+import math
+from typing import TypeVar
 
 import pytest
 import torch
 from torch.nn import functional
 
-from worker.layers import ACTIVATIONS, Linear, pack_linears
+from worker.layers import (
+    ACTIVATIONS,
+    Embedding,
+    GatedMlp,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    RotaryQkv,
+    RotaryTable,
+    pack_linears,
+)
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
-def make_linear(activation: str | None = None, dtype: torch.dtype = torch.float32) -> Linear:
-    generator = torch.Generator().manual_seed(0)
-    linear = Linear(24, 40, None if activation is None else ACTIVATIONS[activation])
-    linear.weight.copy_(torch.randn(40, 24, generator=generator) / 5)
-    linear.bias.copy_(torch.randn(40, generator=generator))
-    return linear.to(dtype)
+def make_linear(activation: str | None = None, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> Linear:
+    return filled(Linear(24, 40, None if activation is None else ACTIVATIONS[activation], bias=bias)).to(dtype)
+
+
+def filled(module: ModuleT, seed: int = 0) -> ModuleT:
+    """The module with random parameters, about as large as a model's."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    return module
+
+
+def random(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
@@ -74,3 +96,168 @@ def test_bfloat16_layers_are_packed_too() -> None:
     assert pack_linears(linear)
 
     torch.testing.assert_close(linear(x), plain, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_without_a_bias_are_packed_too(dtype: torch.dtype) -> None:
+    linear = make_linear(dtype=dtype, bias=False)
+    x, residual = random(4, 24).to(dtype), random(4, 40).to(dtype)
+    plain, added = linear(x), linear(x, residual)
+
+    assert pack_linears(linear)
+
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(linear(x), plain, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(linear(x, residual), added, rtol=tolerance, atol=tolerance)
+
+
+def test_a_gated_mlp_computes_its_formula_packed_and_plain() -> None:
+    mlp = filled(GatedMlp(24, 40))
+    x, residual = random(5, 24), random(5, 24, seed=2)
+    gate, up, down = mlp.gate_up.weight[:40].clone(), mlp.gate_up.weight[40:].clone(), mlp.down.weight.clone()
+    expected = (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T + residual
+
+    torch.testing.assert_close(mlp(x, residual), expected, rtol=1e-5, atol=1e-5)
+    assert pack_linears(mlp)
+    torch.testing.assert_close(mlp(x, residual), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_rms_norm_divides_by_the_root_of_the_mean_square_and_epsilon() -> None:
+    norm = filled(RMSNorm(4, epsilon=0.5))
+    norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0, -4.0]))
+
+    normed = norm(torch.tensor([[1.0, -1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]))
+
+    expected = torch.tensor([[1.0, -2.0, 3.0, -4.0], [0.0, 0.0, 0.0, 0.0]]) / math.sqrt(1.5)
+    torch.testing.assert_close(normed, expected)
+
+
+def test_a_layer_norm_takes_the_sum_with_a_residual() -> None:
+    norm = filled(LayerNorm(24, 1e-5))
+    x, residual = random(3, 24), random(3, 24, seed=2)
+
+    torch.testing.assert_close(norm(x, residual), norm(x + residual))
+
+
+def test_position_0_is_not_turned_and_others_keep_their_length() -> None:
+    table = RotaryTable(num_positions=8, head_dim=6, theta=10000.0)
+    x = random(8, 3, 6)
+
+    turned = table.rotate(x, torch.arange(8, dtype=torch.int32))
+
+    torch.testing.assert_close(turned[0], x[0])
+    torch.testing.assert_close(turned.square().sum(dim=2), x.square().sum(dim=2))
+    assert (turned[1:] - x[1:]).abs().amax(dim=(1, 2)).min() > 0.1
+
+
+def test_turned_products_depend_on_the_distance_alone() -> None:
+    table = RotaryTable(num_positions=100, head_dim=16, theta=500.0)
+    query, key = random(1, 1, 16), random(1, 1, 16, seed=2)
+
+    def product(query_position: int, key_position: int) -> torch.Tensor:
+        places = (torch.tensor([position], dtype=torch.int32) for position in (query_position, key_position))
+        turned_query, turned_key = (table.rotate(x, place) for x, place in zip((query, key), places, strict=True))
+        return (turned_query * turned_key).sum()
+
+    torch.testing.assert_close(product(7, 3), product(97, 93), rtol=1e-4, atol=1e-4)
+    assert abs(product(7, 3) - product(3, 7)) > 0.01
+
+
+def test_rotary_tables_stay_float32_when_a_model_is_converted() -> None:
+    table = RotaryTable(num_positions=40, head_dim=8, theta=10000.0)
+    cos = table.cos.clone()
+
+    table.to(torch.bfloat16)
+
+    assert table.cos.dtype == table.sin.dtype == torch.float32
+    torch.testing.assert_close(table.cos, cos, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_rotary_tables_are_float32_whatever_the_default_is(default: torch.dtype) -> None:
+    expected = RotaryTable(num_positions=2000, head_dim=8, theta=10000.0)
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        table = RotaryTable(num_positions=2000, head_dim=8, theta=10000.0)
+    finally:
+        torch.set_default_dtype(former)
+
+    torch.testing.assert_close(table.sin, expected.sin, rtol=0, atol=0)
+
+
+def test_queries_and_keys_are_normed_and_turned_and_values_are_not() -> None:
+    table = RotaryTable(num_positions=8, head_dim=6, theta=100.0)
+    qkv = filled(RotaryQkv(hidden_size=12, num_heads=4, num_kv_heads=2, head_dim=6, epsilon=1e-6))
+    x, positions = random(3, 12), torch.tensor([0, 5, 2], dtype=torch.int32)
+    parts = [(x @ weight.T).view(3, -1, 6) for weight in qkv.weight_parts()]
+
+    query, key, value = qkv(x, positions, table)
+
+    assert (query.shape, key.shape, value.shape) == ((3, 4, 6), (3, 2, 6), (3, 2, 6))
+    torch.testing.assert_close(query, table.rotate(qkv.q_norm(parts[0]), positions))
+    torch.testing.assert_close(key, table.rotate(qkv.k_norm(parts[1]), positions))
+    torch.testing.assert_close(value, parts[2])
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (query, key, value)}) == 1
+
+
+def test_float32_activations_widen_half_precision_weights() -> None:
+    half = torch.nn.ModuleList(
+        [filled(make_linear("gelu")), filled(GatedMlp(24, 40)), filled(RMSNorm(24, 1e-6)), filled(LayerNorm(24, 1e-6))]
+    ).bfloat16()
+    x = random(3, 24)
+    narrow = [half[0](x), half[1](x, x), half[2](x), half[3](x)]
+
+    wide = half.float()
+
+    expected = [wide[0](x), wide[1](x, x), wide[2](x), wide[3](x)]
+    for computed, exact in zip(narrow, expected, strict=True):
+        assert computed.dtype == torch.float32
+        torch.testing.assert_close(computed, exact, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_fused_layers_compute_what_the_float32_stream_does(dtype: torch.dtype, num_tokens: int) -> None:
+    hidden, heads, kv_heads, head_dim = 256, 4, 2, 64
+    with torch.device("cuda"):
+        table = RotaryTable(num_positions=512, head_dim=head_dim, theta=10000.0)
+        modules = torch.nn.ModuleDict(
+            {
+                "linear": Linear(hidden, hidden, ACTIVATIONS["gelu"]),
+                "bare": Linear(hidden, hidden, bias=False),
+                "mlp": GatedMlp(hidden, 512),
+                "rms": RMSNorm(hidden, 1e-6),
+                "norm": LayerNorm(hidden, 1e-6),
+                "qkv": RotaryQkv(hidden, heads, kv_heads, head_dim, 1e-6),
+                "embedding": Embedding(100, hidden),
+            }
+        )
+    for parameter in modules.parameters():
+        parameter.copy_(random(*parameter.shape) * parameter.shape[-1] ** -0.5)
+    modules.to(dtype)
+    x = random(num_tokens, hidden).to("cuda", dtype)
+    residual = random(num_tokens, hidden, seed=3).to("cuda", dtype)
+    positions = torch.arange(num_tokens, dtype=torch.int32, device="cuda")
+
+    def outputs(x: torch.Tensor, residual: torch.Tensor) -> list[torch.Tensor]:
+        query, key, value = modules["qkv"](x, positions, table)
+        return [
+            modules["linear"](x),
+            modules["bare"](x, residual),
+            modules["mlp"](x, residual),
+            modules["rms"](x),
+            modules["norm"](x),
+            modules["norm"](x, residual),
+            query,
+            key,
+            value,
+            modules["embedding"](positions % 100).to(x.dtype),
+        ]
+
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 3e-3
+    for fused, exact in zip(outputs(x, residual), outputs(x.float(), residual.float()), strict=True):
+        assert fused.dtype == dtype
+        torch.testing.assert_close(fused.float(), exact, rtol=tolerance, atol=tolerance)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from tests.models import Tensors, bert_config, bert_tensors, make_batch, write_bert, write_json
+from tests.models import Tensors, bert_config, bert_tensors, embed, write_bert, write_json
 from tests.worker.conftest import make_engine
-from worker.checkpoint import ModelError
+from worker.checkpoint import Checkpoint, ModelError
+from worker.loader import load_weights
+from worker.models import Model, build
 
 QUERY = "encoder.layer.0.attention.self.query.weight"
 
@@ -49,6 +53,13 @@ def of_integers(tensors: Tensors) -> None:
 
 def twice(tensors: Tensors) -> None:
     tensors[f"bert.{QUERY}"] = tensors[QUERY].clone()
+
+
+def empty_model(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+    checkpoint = Checkpoint.read(folder)
+    model = build(checkpoint.architecture, checkpoint.config)
+    assert isinstance(model, torch.nn.Module)
+    return cast("Model", model.to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -136,11 +147,11 @@ def write_shards(folder: Path) -> dict[str, str]:
 def test_a_model_in_several_files_gives_the_same_rows(tmp_path: Path, tiny_folder: Path) -> None:
     folder = write_bert(tmp_path)
     write_shards(folder)
-    batch = make_batch([[1, 2, 3], [4]])
+    sequences = [[1, 2, 3], [4]]
 
-    rows = make_engine(folder).step(batch).numpy()
+    rows = embed(make_engine(folder), sequences)
 
-    np.testing.assert_array_equal(rows, make_engine(tiny_folder).step(batch).numpy())
+    np.testing.assert_array_equal(rows, embed(make_engine(tiny_folder), sequences))
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -150,6 +161,44 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"a-2\.safetensors is missing"):
         make_engine(folder)
+
+
+def test_the_hash_is_over_the_files_in_order(tmp_path: Path) -> None:
+    folder = write_bert(tmp_path)
+    write_shards(folder)
+    hashes = [hashlib.sha256((folder / name).read_bytes()).digest() for name in ("a-1.safetensors", "a-2.safetensors")]
+
+    assert load_weights(folder, empty_model(folder)) == hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def test_a_number_that_is_not_finite_is_found_in_whichever_file_it_is(tmp_path: Path) -> None:
+    folder = write_bert(tmp_path)
+    weight_map = write_shards(folder)
+    path = folder / weight_map[QUERY]
+    tensors = load_file(path)
+    tensors[QUERY][31, 31] = -torch.inf
+    save_file(tensors, path)
+
+    with pytest.raises(ModelError, match=rf"{path.name}: tensor {QUERY}: holds a NaN or an infinity in torch.float32"):
+        make_engine(folder)
+
+
+def test_a_number_that_overflows_when_it_is_converted_is_refused(tmp_path: Path) -> None:
+    tensors = bert_tensors(bert_config())
+    tensors[QUERY][0, 0] = 7e4  # more than float16 holds
+    folder = write_bert(tmp_path, tensors=tensors)
+    load_weights(folder, empty_model(folder))
+
+    with pytest.raises(ModelError, match=rf"tensor {QUERY}: holds a NaN or an infinity in torch.float16"):
+        load_weights(folder, empty_model(folder, torch.float16))
+
+
+def test_large_numbers_that_are_finite_are_accepted(tmp_path: Path) -> None:
+    tensors = bert_tensors(bert_config())
+    tensors[QUERY][:] = 3e38  # their sum is more than float32 holds
+    folder = write_bert(tmp_path, tensors=tensors)
+
+    load_weights(folder, empty_model(folder))
 
 
 def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -173,21 +222,21 @@ def test_the_fingerprint_changes_with_one_weight(tmp_path: Path, tiny_folder: Pa
 def test_a_file_that_is_cut_short_after_the_start_changes_nothing(tmp_path: Path) -> None:
     folder = write_bert(tmp_path)
     engine = make_engine(folder)
-    before = engine.step(make_batch([[1, 2, 3]])).numpy().copy()
+    before = embed(engine, [[1, 2, 3]]).copy()
 
     os.truncate(folder / "model.safetensors", 0)
 
-    np.testing.assert_array_equal(engine.step(make_batch([[1, 2, 3]])).numpy(), before)
+    np.testing.assert_array_equal(embed(engine, [[1, 2, 3]]), before)
 
 
 def test_half_precision_weights_are_widened(tmp_path: Path) -> None:
     tensors = {name: tensor.half() for name, tensor in bert_tensors(bert_config()).items()}
     wide = {name: tensor.float() for name, tensor in tensors.items()}
-    batch = make_batch([[1, 2, 3]])
 
-    rows = make_engine(write_bert(tmp_path / "half", tensors=tensors)).step(batch).numpy()
+    rows = embed(make_engine(write_bert(tmp_path / "half", tensors=tensors)), [[1, 2, 3]])
 
-    np.testing.assert_array_equal(rows, make_engine(write_bert(tmp_path / "wide", tensors=wide)).step(batch).numpy())
+    expected = embed(make_engine(write_bert(tmp_path / "wide", tensors=wide)), [[1, 2, 3]])
+    np.testing.assert_array_equal(rows, expected)
 
 
 def test_json_that_is_broken_is_named(tmp_path: Path) -> None:

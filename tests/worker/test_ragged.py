@@ -1,4 +1,4 @@
-"""How a batch is laid out on the device, and what of it is refused."""
+"""How a batch is laid out, and what of it is refused."""
 
 from __future__ import annotations
 
@@ -9,73 +9,121 @@ import pytest
 import torch
 
 from tests.models import make_batch
-from worker.ragged import BadBatch, LengthGroup, Limits, RaggedBatch
+from worker.attention.sdpa import SdpaAttention
+from worker.ragged import BadBatch, Capacity, LengthGroup, Limits, check, dummy_lengths, load_sorted
 
-LIMITS = Limits(vocab_size=100, max_tokens=8, dimensions=32)
-CPU = torch.device("cpu")
+LIMITS = Limits(vocab_size=100, max_tokens=8, dimensions=32, encodings=frozenset({0, 1}))
+SDPA = SdpaAttention()
 
 
 def test_sequences_are_put_in_order_of_length_and_equal_lengths_keep_their_order() -> None:
-    batch = make_batch([[10, 11, 12], [20], [30, 31, 32], [40]], dimensions=[1, 2, 3, 4], normalize=[1, 0, 0, 1])
+    batch = make_batch(
+        [[10, 11, 12], [20], [30, 31, 32], [40]],
+        dimensions=[1, 2, 3, 4],
+        normalize=[1, 0, 0, 1],
+        encodings=[0, 1, 0, 0],
+    )
 
-    ragged = RaggedBatch.load(batch, LIMITS, CPU)
+    ragged, _ = load_sorted(batch, SDPA)
 
     assert ragged.token_ids.tolist() == [20, 40, 10, 11, 12, 30, 31, 32]
     assert ragged.positions.tolist() == [0, 0, 0, 1, 2, 0, 1, 2]
+    assert ragged.token_starts.tolist() == [0, 1, 2, 2, 2, 5, 5, 5]
+    assert ragged.token_stops.tolist() == [1, 2, 5, 5, 5, 8, 8, 8]
     assert ragged.cu_seqlens.tolist() == [0, 1, 2, 5, 8]
     assert ragged.dimensions.tolist() == [2, 4, 1, 3]
     assert ragged.normalize.tolist() == [0, 1, 1, 0]
+    assert ragged.encodings.tolist() == [1, 0, 0, 0]
     assert ragged.groups == (LengthGroup(0, 2, 1), LengthGroup(2, 2, 3))
     assert ragged.max_seqlen == 3
-    assert ragged.num_sequences == 4
 
 
 def test_restore_puts_rows_back_into_the_order_of_the_batch() -> None:
     batch = make_batch([[5] * 4, [6], [7, 7], [8]])
 
-    ragged = RaggedBatch.load(batch, LIMITS, CPU)
+    ragged, restore = load_sorted(batch, SDPA)
 
     first_tokens = ragged.token_ids[ragged.cu_seqlens[:-1]]
-    assert first_tokens[ragged.restore].tolist() == [5, 6, 7, 8]
+    assert first_tokens[restore].tolist() == [5, 6, 7, 8]
 
 
 def test_groups_cover_all_tokens_without_overlap() -> None:
     batch = make_batch([[1] * length for length in (8, 1, 3, 3, 8, 2, 1, 8)])
 
-    groups = RaggedBatch.load(batch, LIMITS, CPU).groups
+    ragged, _ = load_sorted(batch, SDPA)
 
-    assert [group.start for group in groups] == [0, *(group.stop for group in groups[:-1])]
-    assert groups[-1].stop == len(batch.token_ids)
+    assert [group.start for group in ragged.groups] == [0, *(group.stop for group in ragged.groups[:-1])]
+    assert ragged.groups[-1].stop == len(batch.token_ids)
 
 
 def test_one_sequence_of_one_token_is_a_batch() -> None:
-    ragged = RaggedBatch.load(make_batch([[99]]), LIMITS, CPU)
+    ragged, restore = load_sorted(make_batch([[99]]), SDPA)
 
     assert ragged.token_ids.tolist() == [99]
     assert ragged.groups == (LengthGroup(0, 1, 1),)
+    assert restore.tolist() == [0]
 
 
 def test_arrays_that_cannot_be_written_are_taken() -> None:
     batch = make_batch([[1, 2], [3]])
     frozen = dataclasses.replace(batch, token_ids=np.frombuffer(batch.token_ids.tobytes(), dtype=np.int32))
 
-    assert RaggedBatch.load(frozen, LIMITS, CPU).token_ids.tolist() == [3, 1, 2]
+    ragged, _ = load_sorted(frozen, SDPA)
+
+    assert ragged.token_ids.tolist() == [3, 1, 2]
+
+
+def test_a_capacity_is_filled_with_the_batch_in_its_order_and_dummy_sequences_behind_it() -> None:
+    capacity = Capacity(tokens=8, sequences=5)
+    buffer = np.full(capacity.num_words, 77, dtype=np.int32)
+    batch = make_batch([[10, 11, 12], [20]], dimensions=[3, 4], normalize=[0, 1], encodings=[1, 0])
+
+    offsets = capacity.fill(batch, buffer)
+    ragged = capacity.views(torch.from_numpy(buffer), SDPA, 3)
+
+    assert offsets.tolist() == [0, 3, 4, 8, 8, 8]
+    assert ragged.cu_seqlens.tolist() == [0, 3, 4, 8, 8, 8]
+    assert ragged.token_ids.tolist() == [10, 11, 12, 20, 0, 0, 0, 0]
+    assert ragged.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert ragged.token_starts.tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
+    assert ragged.token_stops.tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
+    assert ragged.dimensions.tolist() == [3, 4, 0, 0, 0]
+    assert ragged.normalize.tolist() == [0, 1, 0, 0, 0]
+    assert ragged.encodings.tolist() == [1, 0, 0, 0, 0]
+
+
+def test_a_capacity_without_a_batch_is_filled_with_dummies_alone() -> None:
+    capacity = Capacity(tokens=200, sequences=4)
+    buffer = np.full(capacity.num_words, 77, dtype=np.int32)
+
+    offsets = capacity.fill(None, buffer)
+
+    assert offsets.tolist() == [0, 128, 200, 200, 200]
+    assert not buffer[:200].any()
+
+
+def test_dummy_sequences_are_short() -> None:
+    assert dummy_lengths(0) == []
+    assert dummy_lengths(63) == [63]
+    assert dummy_lengths(255) == [128, 127]
+    assert dummy_lengths(256) == [128, 128]
 
 
 @pytest.mark.parametrize(
-    ("sequences", "dimensions", "normalize", "message"),
+    ("sequences", "dimensions", "normalize", "encodings", "message"),
     [
-        ([[1], [100]], [32, 32], [0, 0], "token id 100, but the model has 100 tokens"),
-        ([[1] * 9], [32], [0], "a sequence of 9 tokens, but the model takes 8"),
-        ([[1], [1]], [32, 33], [0, 0], "1 to 32"),
-        ([[1], [1]], [0, 32], [0, 0], "1 to 32"),
-        ([[1], [1]], [32, 32], [0, 2], "neither 0 nor 1"),
+        ([[1], [100]], [32, 32], [0, 0], [0, 0], "token id 100, but the model has 100 tokens"),
+        ([[1] * 9], [32], [0], [0], "a sequence of 9 tokens, but the model takes 8"),
+        ([[1], [1]], [32, 33], [0, 0], [0, 0], "1 to 32"),
+        ([[1], [1]], [0, 32], [0, 0], [0, 0], "1 to 32"),
+        ([[1], [1]], [32, 32], [0, 2], [0, 0], "neither 0 nor 1"),
+        ([[1], [1]], [32, 32], [0, 0], [0, 2], r"encodings \[0, 2\]; the model has \[0, 1\]"),
     ],
 )
 def test_what_the_model_does_not_have_is_refused(
-    sequences: list[list[int]], dimensions: list[int], normalize: list[int], message: str
+    sequences: list[list[int]], dimensions: list[int], normalize: list[int], encodings: list[int], message: str
 ) -> None:
-    batch = make_batch(sequences, dimensions=dimensions, normalize=normalize)
+    batch = make_batch(sequences, dimensions=dimensions, normalize=normalize, encodings=encodings)
 
     with pytest.raises(BadBatch, match=message):
-        RaggedBatch.load(batch, LIMITS, CPU)
+        check(batch, LIMITS)

@@ -1,6 +1,8 @@
 """Attention as its formula says: one sequence at a time, in float32. Slow and obviously right.
 
-Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1.
+Rows of the scores are computed in blocks, so that a sequence of 32,768 tokens needs half a GiB at a time and not 68.
+
+Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1; grouped heads: Ainslie et al., GQA (2023).
 """
 
 from __future__ import annotations
@@ -11,17 +13,47 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from worker.ragged import RaggedBatch
+
+_MAX_SCORES = 1 << 27  # at a time: 512 MiB of float32
 
 
 class ReferenceAttention:
     name = "reference"
+    needs_max_seqlen = False
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    def at(self, tokens: int, sequences: int) -> ReferenceAttention:
+        return self
+
+    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
+        pass
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+    ) -> torch.Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        offsets = batch.cu_seqlens.tolist()
-        for start, stop in pairwise(offsets):
-            q, k, v = (tensor[start:stop].float().transpose(0, 1) for tensor in (query, key, value))
-            scores = q @ k.transpose(1, 2) * query.shape[2] ** -0.5  # [heads, length, length]
-            output[start:stop] = (torch.softmax(scores, dim=-1) @ v).transpose(0, 1)
+        for start, stop in pairwise(batch.cu_seqlens.tolist()):
+            if start < stop:
+                output[start:stop] = attend(query[start:stop], key[start:stop], value[start:stop], causal=causal)
         return output
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """One sequence: [length, heads, head_dim] and twice [length, kv heads, head_dim] → float32 as the query."""
+    length, num_heads, head_dim = query.shape
+    group = num_heads // key.shape[1]
+    q = query.float().transpose(0, 1)  # [heads, length, head_dim]
+    k, v = (tensor.float().transpose(0, 1).repeat_interleave(group, dim=0) for tensor in (key, value))
+    output = torch.empty(length, num_heads, head_dim, device=query.device)
+    num_rows = max(1, _MAX_SCORES // (num_heads * length))
+    for first in range(0, length, num_rows):
+        rows = slice(first, min(first + num_rows, length))
+        scores = q[:, rows] @ k.transpose(1, 2) * head_dim**-0.5  # [heads, rows, length]
+        if causal:
+            positions = torch.arange(length, device=query.device)
+            scores = scores.masked_fill(positions > positions[rows, None], float("-inf"))
+        output[rows] = (torch.softmax(scores, dim=-1) @ v).transpose(0, 1)
+    return output

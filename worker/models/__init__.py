@@ -2,6 +2,9 @@
 
 The names are those that checkpoints give in config.json under `architectures`. Another name stops the start, even if it
 looks alike: a family's variants differ in ways that only their code shows.
+
+Some checkpoints bring code of their own. It is never run; where a family here computes what that code does, the names
+of its classes are listed, and a folder that names others is refused.
 """
 
 from __future__ import annotations
@@ -17,9 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from worker.attention import Attention
     from worker.checkpoint import JsonFile
-    from worker.models.bert import BertModel
     from worker.ragged import RaggedBatch
 
 
@@ -29,9 +30,13 @@ class Model(Protocol):
     hidden_size: int
     vocab_size: int
     max_positions: int  # the longest sequence that it has positions for
+    num_heads: int
+    num_kv_heads: int  # divides num_heads
+    head_dim: int
+    causal: bool  # a token attends to itself and the tokens before it; else to all of its sequence
 
     def __call__(self, batch: RaggedBatch) -> torch.Tensor:
-        """Hidden states of the last layer, [tokens, hidden]."""
+        """Hidden states of the last layer, [tokens, hidden]; float32 if `batch.reference` asks for it."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -48,7 +53,15 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
         "BertModel": "bert",
         "BertForMaskedLM": "bert",  # the same encoder; its language-model head is not used
         "BertForPreTraining": "bert",
+        "Qwen3Model": "qwen3",
+        "Qwen3ForCausalLM": "qwen3",  # the same stack; its language-model head is not used
+        "PPLXQwen3Model": "qwen3",  # pplx-embed v1: the same stack, every token visible
     }
+)
+
+# Architectures whose checkpoints bring code of their own, and the classes of that code which a family here stands for.
+_REPLACED_CODE: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"PPLXQwen3Model": frozenset({"PPLXQwen3Config", "PPLXQwen3Model"})}
 )
 
 
@@ -58,7 +71,27 @@ def check_architecture(architecture: str, config: JsonFile) -> None:
         config.refuse("architectures", f"{architecture} is not supported; supported are {', '.join(_FAMILIES)}.")
 
 
-def build(architecture: str, config: JsonFile, attention: Attention) -> BertModel:
+def check_own_code(architecture: str, config: JsonFile) -> None:
+    """Raises ModelError: config.json names code of the folder's own that no family here stands for."""
+    auto_map = config.values.get("auto_map")
+    if not auto_map:
+        return
+    if architecture not in _REPLACED_CODE:
+        config.refuse("auto_map", "this model brings its own code, which is never run.")
+    if not isinstance(auto_map, dict):
+        config.refuse("auto_map", f"a map to class names is needed, not {auto_map!r}.")
+    for reference in auto_map.values():
+        # "modeling.PPLXQwen3Model", with the repository before it if the file is in another one.
+        if not isinstance(reference, str) or reference.rpartition(".")[2] not in _REPLACED_CODE[architecture]:
+            config.refuse("auto_map", f"{reference!r} is code of the model's own that is not known, and never run.")
+
+
+def stands_for_own_code(architecture: str) -> bool:
+    """Whether checkpoints of this architecture bring code that a family here stands for."""
+    return architecture in _REPLACED_CODE
+
+
+def build(architecture: str, config: JsonFile) -> Model:
     """The model that config.json describes, its parameters yet to be filled.
 
     Raises:
@@ -66,4 +99,4 @@ def build(architecture: str, config: JsonFile, attention: Attention) -> BertMode
     """
     check_architecture(architecture, config)
     family = importlib.import_module(f"worker.models.{_FAMILIES[architecture]}")
-    return cast("BertModel", family.build(config, attention))
+    return cast("Model", family.build(architecture, config))

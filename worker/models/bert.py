@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from worker.layers import ACTIVATIONS, Activation, Embedding, LayerNorm, Linear
+from worker.layers import ACTIVATIONS, Activation, Embedding, LayerNorm, Linear, is_fusible
 
 if TYPE_CHECKING:
     import torch
 
-    from worker.attention import Attention
     from worker.checkpoint import JsonFile
     from worker.ragged import RaggedBatch
 
@@ -74,13 +73,16 @@ class BertConfig:
 
 
 class BertModel(nn.Module):
-    def __init__(self, config: BertConfig, attention: Attention) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
+        self.num_heads = self.num_kv_heads = config.num_heads
+        self.head_dim = config.hidden_size // config.num_heads
+        self.causal = False
         self.embeddings = BertEmbeddings(config)
-        self.layers = nn.ModuleList(BertLayer(config, attention) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_layers))
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         hidden: torch.Tensor = self.embeddings(batch)
@@ -115,7 +117,23 @@ class BertEmbeddings(nn.Module):
         self.norm = LayerNorm(config.hidden_size, config.epsilon)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        words = self.words.weight
+        if is_fusible(words, words) and not batch.reference:
+            from worker.kernels.embedding import embed_layer_norm
+
+            return embed_layer_norm(
+                batch.token_ids,
+                batch.positions,
+                words,
+                self.positions.weight,
+                self.types.weight[0],
+                self.norm.weight,
+                self.norm.bias,
+                self.norm.epsilon,
+            )
         embedded: torch.Tensor = self.words(batch.token_ids)  # [tokens, hidden]
+        if batch.reference:
+            embedded = embedded.float()
         embedded += self.types.weight[0]
         embedded += self.positions(batch.positions)
         output: torch.Tensor = self.norm(embedded)
@@ -131,7 +149,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertLayer(nn.Module):
-    def __init__(self, config: BertConfig, attention: Attention) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
         hidden_size = config.hidden_size
         self.qkv = Linear(hidden_size, 3 * hidden_size)
@@ -140,20 +158,20 @@ class BertLayer(nn.Module):
         self.up = Linear(hidden_size, config.intermediate_size, config.activation)
         self.down = Linear(config.intermediate_size, hidden_size)
         self.output_norm = LayerNorm(hidden_size, config.epsilon)
-        self._attention = attention
         self._num_heads = config.num_heads
         self._head_dim = hidden_size // config.num_heads
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         qkv = self.qkv(hidden).view(-1, 3, self._num_heads, self._head_dim)  # [tokens, 3, heads, head_dim]
         query, key, value = qkv.unbind(1)
-        attended = self._attention(query, key, value, batch).flatten(1)  # [tokens, hidden]
+        attended = batch.attention(query, key, value, batch, causal=False).flatten(1)  # [tokens, hidden]
         hidden = self.attention_norm(self.attention_output(attended, hidden))
         output: torch.Tensor = self.output_norm(self.down(self.up(hidden), hidden))
         return output
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
         tensors = {}
+        assert self.qkv.bias is not None
         parts = zip(("query", "key", "value"), self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
         for name, weight, bias in parts:
             tensors[f"{prefix}.attention.self.{name}.weight"] = weight
@@ -168,12 +186,13 @@ class BertLayer(nn.Module):
         }
 
 
-def build(config: JsonFile, attention: Attention) -> BertModel:
+def build(architecture: str, config: JsonFile) -> BertModel:
     """Raises ModelError: the configuration asks for what this file does not implement."""
-    return BertModel(BertConfig.parse(config), attention)
+    return BertModel(BertConfig.parse(config))
 
 
 def _linear_tensors(prefix: str, linear: Linear) -> dict[str, torch.Tensor]:
+    assert linear.bias is not None
     return {f"{prefix}.weight": linear.weight, f"{prefix}.bias": linear.bias}
 
 

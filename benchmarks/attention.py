@@ -1,0 +1,261 @@
+"""What does attention of one layer take, by backend, and how far is that from the least it could take?
+
+    python benchmarks/attention.py [--shapes qwen3,xlmr,minilm] [--backends NAME,...] [--causal] [--output FILE]
+
+Shapes of work as an embedding server has them: one short query, queries batched, documents, one long text. Each in
+tokens padded to a bucket (by a dummy sequence) and rows of cu_seqlens padded to a capacity S, since some kernels pay
+for empty rows and some do not. Eight calls are captured in a graph, as the engine does it, and replayed; microseconds
+of one call, the median of the turns that all backends take. In brackets what the host prepares once a batch, for all
+layers.
+
+The floor is the larger of two ceilings measured on an H200: inputs and output over 4.3 TB/s, or the two products over
+790 TFLOP/s (bf16, of the sequences' own lengths; half of that if causal). Results are compared with the formula in
+float32 on up to 16 sequences; the largest error of each backend, relative where outputs are above 1, is printed below.
+
+Without --backends all that are ready take part; those named are compiled first if they have to be. Machine: any CUDA
+device; the table takes about a minute. Prints a table; the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from worker.attention import AttentionUnavailable, HeadShape
+from worker.attention.reference import attend
+from worker.attention.select import BACKENDS, GraphPool, compare, elapsed_ms, qkv, ragged
+from worker.ragged import Capacity, dummy_lengths
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from worker.attention import Attention
+    from worker.ragged import RaggedBatch
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_S = 4.3e12
+OPERATIONS_PER_S = 790e12
+
+NUM_CALLS = 8
+NUM_TURNS = 15
+NUM_TURNS_IF_LONG = 3
+LONG_MS = 20.0
+NUM_PREPARES = 9
+NUM_CHECKED = 16
+
+SHAPES = {
+    "qwen3": HeadShape(num_heads=16, num_kv_heads=8, head_dim=128, causal=False, dtype=torch.bfloat16),
+    "xlmr": HeadShape(num_heads=16, num_kv_heads=16, head_dim=64, causal=False, dtype=torch.bfloat16),
+    "minilm": HeadShape(num_heads=12, num_kv_heads=12, head_dim=32, causal=False, dtype=torch.bfloat16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`num_sequences` of up to `longest` tokens, padded to a capacity."""
+
+    num_sequences: int
+    longest: int
+    capacity: Capacity
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """One of the longest, the others as near to it as fits."""
+        room = self.capacity.tokens - self.longest
+        others = min(self.longest, room // max(1, self.num_sequences - 1))
+        lengths = np.full(self.num_sequences, others, dtype=np.int32)
+        lengths[0] = self.longest
+        return lengths
+
+
+WORKS = (
+    Work(1, 32, Capacity(32, 1)),
+    Work(1, 20, Capacity(32, 8)),
+    Work(1, 20, Capacity(32, 64)),
+    Work(1, 20, Capacity(32, 512)),
+    Work(25, 20, Capacity(512, 32)),
+    Work(25, 20, Capacity(512, 512)),
+    Work(4, 128, Capacity(512, 8)),
+    Work(1, 512, Capacity(512, 8)),
+    Work(6, 300, Capacity(512, 16)),
+    Work(12, 320, Capacity(3840, 16)),
+    Work(12, 320, Capacity(3840, 512)),
+    Work(200, 20, Capacity(4000, 256)),
+    Work(32, 512, Capacity(16384, 64)),
+    Work(2, 2048, Capacity(4096, 8)),
+    Work(1, 8192, Capacity(8192, 8)),
+    Work(1, 32768, Capacity(32768, 8)),
+)
+
+
+def floor_us(shape: HeadShape, capacity: Capacity, lengths: npt.NDArray[np.int32]) -> float:
+    """What no kernel can be below: dummies are written too, but their products are not counted."""
+    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads  # query, output; key, value
+    num_bytes = capacity.tokens * heads * shape.head_dim * shape.dtype.itemsize
+    pairs = float((lengths.astype(np.int64) ** 2).sum()) / (2 if shape.causal else 1)
+    operations = 4 * pairs * shape.num_heads * shape.head_dim
+    return max(num_bytes / BYTES_PER_S, operations / OPERATIONS_PER_S) * 1e6
+
+
+@dataclass(slots=True)
+class Timing:
+    us: float
+    prepare_us: float
+    error: float
+    cosine: float
+
+
+class Run:
+    """One shape of work: its inputs, and what the formula makes of them."""
+
+    def __init__(self, shape: HeadShape, work: Work, device: torch.device) -> None:
+        self._shape = shape
+        self._work = work
+        self._device = device
+        lengths = work.lengths()
+        assert len(lengths) + len(dummy_lengths(work.capacity.tokens - int(lengths.sum()))) <= work.capacity.sequences
+        starts = np.cumsum(lengths) - lengths
+        checked = np.unique(np.linspace(0, len(lengths) - 1, NUM_CHECKED).astype(int))
+        self._spans = [slice(int(starts[i]), int(starts[i] + lengths[i])) for i in checked]
+        self._query, self._key, self._value = qkv(shape, work.capacity.tokens, device)
+        expected = [
+            attend(self._query[span], self._key[span], self._value[span], causal=shape.causal) for span in self._spans
+        ]
+        self._expected = torch.cat(expected)
+
+    def measure(self, backends: list[Attention], pool: GraphPool) -> dict[str, Timing]:
+        """All backends take turns; one that fails is left out, and said."""
+        timings: dict[str, Timing] = {}
+        launches = {}
+        for backend in backends:
+            batch, offsets = ragged(self._work.lengths(), self._work.capacity, self._device, backend)
+            instance = backend.at(self._work.capacity.tokens, self._work.capacity.sequences)
+            prepares_us = []
+            for _ in range(NUM_PREPARES):
+                started_ns = time.perf_counter_ns()
+                instance.prepare(offsets)
+                prepares_us.append((time.perf_counter_ns() - started_ns) / 1e3)
+            try:
+                output = self._call(instance, batch)
+                error, cosine = compare(torch.cat([output[span] for span in self._spans]), self._expected)
+                launches[backend.name] = (
+                    instance,
+                    offsets,
+                    pool.repeated(lambda i=instance, b=batch: self._call(i, b), NUM_CALLS),
+                )
+            except Exception:  # other people's kernels raise what they like
+                logger.exception("%s failed at %s", backend.name, self._work)
+                continue
+            timings[backend.name] = Timing(0.0, statistics.median(prepares_us), error, cosine)
+        samples_ms: dict[str, list[float]] = {name: [] for name in launches}
+        turn, num_turns = -1, NUM_TURNS
+        while turn < num_turns:
+            for name, (instance, offsets, launch) in launches.items():
+                instance.prepare(offsets)
+                launch_ms = elapsed_ms(launch)
+                if turn >= 0:
+                    samples_ms[name].append(launch_ms)
+                elif launch_ms > LONG_MS:
+                    num_turns = NUM_TURNS_IF_LONG
+            turn += 1
+        for name, launches_ms in samples_ms.items():
+            timings[name].us = statistics.median(launches_ms) * 1e3 / NUM_CALLS
+        return timings
+
+    def _call(self, instance: Attention, batch: RaggedBatch) -> torch.Tensor:
+        return instance(self._query, self._key, self._value, batch, causal=self._shape.causal)
+
+
+def open_backends(names: list[str], shape: HeadShape, device: torch.device) -> list[Attention]:
+    """Those named, or without names all that are ready; what is left out is said."""
+    backends = []
+    for name in names or list(BACKENDS):
+        backend = BACKENDS[name]
+        reason = backend.unavailable(shape, device) or (None if names else backend.unready(shape))
+        if reason is None:
+            try:
+                backends.append(backend.open(shape, device))
+            except AttentionUnavailable as error:
+                reason = str(error)
+        if reason is not None:
+            print(f"without {name}: {reason}")
+    return backends
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print, and end with one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--backends", default="", help=f"some of {', '.join(BACKENDS)}")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    device = torch.device("cuda")
+    rows = []
+    started_s = time.monotonic()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        pool = GraphPool(device)
+        for shape_name in args.shapes.split(","):
+            shape = replace(SHAPES[shape_name], causal=args.causal)
+            backends = open_backends([name for name in args.backends.split(",") if name], shape, device)
+            print(
+                f"\n{shape_name}, {'causal' if shape.causal else 'bidirectional'}: µs of one layer (host µs of a batch)"
+            )
+            columns = [backend.name for backend in backends]
+            print(
+                f"{'sequences':>14}{'tokens':>7}{'S':>5}"
+                + "".join(f"{name:>20}" for name in columns)
+                + f"{'floor':>10}"
+            )
+            worst: dict[str, float] = dict.fromkeys(columns, 0.0)
+            for work in WORKS:
+                timings = Run(shape, work, device).measure(backends, pool)
+                torch.cuda.empty_cache()
+                floor = floor_us(shape, work.capacity, work.lengths())
+                cells = ""
+                for name in columns:
+                    timing = timings.get(name)
+                    cells += f"{'–' if timing is None else f'{timing.us:.1f} ({timing.prepare_us:.0f})':>20}"
+                    worst[name] = max(worst[name], 0.0 if timing is None else timing.error)
+                head = f"{work.num_sequences} × ≤{work.longest}"
+                print(
+                    f"{head:>14}{work.capacity.tokens:>7}{work.capacity.sequences:>5}{cells}{floor:>10.2f}", flush=True
+                )
+                rows.append(
+                    {
+                        "shape": shape_name,
+                        "sequences": work.num_sequences,
+                        "longest": work.longest,
+                        "tokens": work.capacity.tokens,
+                        "capacity": work.capacity.sequences,
+                        "floor_us": floor,
+                        "backends": {name: asdict(timing) for name, timing in timings.items()},
+                    }
+                )
+            print("largest error: " + ", ".join(f"{name} {error:.4f}" for name, error in worst.items()))
+    result = {
+        "benchmark": "attention",
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "causal": args.causal,
+        "took_s": round(time.monotonic() - started_s, 1),
+        "rows": rows,
+    }
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=1))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

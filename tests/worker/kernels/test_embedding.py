@@ -1,0 +1,64 @@
+"""Embeddings, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker.kernels import DEVICE
+from worker.kernels.embedding import embed, embed_layer_norm, embed_layer_norm_reference, embed_reference
+
+EPSILON = 1e-12  # BERT's, far below the variance of a row
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def ids(num_tokens: int, bound: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(bound, (num_tokens,), generator=generator, dtype=torch.int32).to(DEVICE)
+
+
+def layer_norm_inputs(num_tokens: int, columns: int, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, ...]:
+    return (
+        ids(num_tokens, 50, seed=0),
+        ids(num_tokens, 20, seed=1),
+        random(50, columns, seed=2, dtype=dtype),
+        random(20, columns, seed=3, dtype=dtype),
+        *(random(columns, seed=seed, dtype=dtype) for seed in (4, 5, 6)),
+    )
+
+
+@pytest.mark.parametrize(("num_tokens", "columns"), [(1, 1024), (7, 384), (3, 32)])
+def test_embed_gathers_rows(num_tokens: int, columns: int) -> None:
+    token_ids, table = ids(num_tokens, 50, seed=0), random(50, columns, seed=1)
+
+    assert torch.equal(embed(token_ids, table), embed_reference(token_ids, table))
+
+
+def test_ids_that_are_views_of_a_buffer_are_read_where_they_lie() -> None:
+    buffer, table = ids(9, 50, seed=0), random(50, 32, seed=1)
+
+    assert torch.equal(embed(buffer[3:], table), embed_reference(buffer[3:], table))
+
+
+@pytest.mark.parametrize(("num_tokens", "columns"), [(1, 1024), (5, 384), (3, 768)])
+def test_embed_layer_norm_is_that_of_plain_torch(num_tokens: int, columns: int) -> None:
+    tensors = layer_norm_inputs(num_tokens, columns)
+
+    rows = embed_layer_norm(*tensors, EPSILON)
+
+    assert rows.dtype == torch.float16
+    torch.testing.assert_close(rows.float(), embed_layer_norm_reference(*tensors, EPSILON), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [pytest.param(n, marks=gpu) for n in (384, 768, 1024, 2560)])
+@pytest.mark.parametrize("num_tokens", [1, 33, 4099, 32768])
+def test_many_bf16_tokens(num_tokens: int, columns: int) -> None:
+    tensors = layer_norm_inputs(num_tokens, columns, torch.bfloat16)
+
+    assert torch.equal(embed(tensors[0], tensors[2]), embed_reference(tensors[0], tensors[2]))
+    rows = embed_layer_norm(*tensors, EPSILON)
+    torch.testing.assert_close(rows.float(), embed_layer_norm_reference(*tensors, EPSILON), rtol=8e-3, atol=1e-5)

@@ -1,0 +1,221 @@
+"""Which capacity a batch runs at, and when a graph is captured, replayed, dropped or given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.metrics import Metrics
+from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place
+from worker.ragged import Capacity
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_sequences", "capacity", "worth"),
+    [
+        (1, 1, Capacity(64, 8), True),
+        (64, 8, Capacity(64, 8), True),
+        (63, 8, Capacity(64, 32), True),  # a dummy is the ninth
+        (65, 1, Capacity(128, 8), True),
+        (512, 25, Capacity(512, 32), True),
+        (513, 25, Capacity(640, 32), True),
+        (1025, 1, Capacity(1280, 8), True),  # 255 tokens over: two dummies
+        (4096, 512, Capacity(4096, 512), True),
+        (4097, 1, Capacity(4160, 2), False),
+        (16384, 32, Capacity(16384, 32), False),
+        (4000, 3000, Capacity(4096, 3001), False),  # more sequences than any graph
+    ],
+)
+def test_a_batch_runs_at_the_smallest_capacity_that_takes_it_and_its_dummies(
+    num_tokens: int, num_sequences: int, capacity: Capacity, worth: bool
+) -> None:
+    assert place(num_tokens, num_sequences) == (capacity, worth)
+
+
+def test_the_ladder_is_that_of_the_design() -> None:
+    assert TOKEN_COUNTS[:9] == (64, 128, 192, 256, 320, 384, 448, 512, 640)
+    assert TOKEN_COUNTS[-1] == 4096
+    assert len(TOKEN_COUNTS) == 24
+
+
+@pytest.mark.parametrize("max_tokens", [40, 4096, 4097, 16384, 32768])
+def test_the_largest_capacity_has_room_for_every_other(max_tokens: int) -> None:
+    room = largest_capacity(max_tokens).num_words
+
+    for num_tokens in (1, 63, 65, 511, 1025, max_tokens):
+        for num_sequences in (1, min(num_tokens, 500), num_tokens):
+            assert place(min(num_tokens, max_tokens), min(num_sequences, max_tokens))[0].num_words <= room
+
+
+class Doubler:
+    """A model: twice its input, and how often it was launched."""
+
+    def __init__(self) -> None:
+        torch.cuda.set_stream(torch.cuda.Stream())
+        self.input = torch.zeros(64, device="cuda")
+        self.launches = 0
+        self.warm_ups: list[Key] = []
+        self.refuses = False
+
+    def forward(self, key: Key) -> torch.Tensor:
+        self.launches += 1
+        doubled = self.input[: key.capacity.tokens] * 2
+        if self.refuses and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("this cannot be captured")
+        return doubled
+
+    def warm_up(self, key: Key) -> None:
+        self.warm_ups.append(key)
+        self.forward(key)
+
+
+Start = Callable[..., GraphRunner]
+
+
+@pytest.fixture
+def doubler() -> Doubler:
+    return Doubler()
+
+
+@pytest.fixture
+def start(doubler: Doubler, tmp_path: Path, metrics: Metrics) -> Start:
+    def start(*, lazy: bool = True, max_bytes: int = 2**30) -> GraphRunner:
+        return GraphRunner(
+            doubler.forward,
+            doubler.warm_up,
+            lazy=lazy,
+            max_bytes=max_bytes,
+            hot_keys=tmp_path / "cache" / "hot.json",
+            metrics=metrics,
+        )
+
+    return start
+
+
+def key(tokens: int) -> Key:
+    return Key("triton", Capacity(tokens, 8), 0)
+
+
+class TestOnADevice:
+    pytestmark = gpu
+
+    def test_the_first_use_is_eager_the_second_captures_and_later_ones_replay(
+        self, doubler: Doubler, start: Start
+    ) -> None:
+        graphs = start()
+
+        graphs.run(key(8))
+        assert (doubler.launches, graphs.keys()) == (1, [])
+        graphs.run(key(8))
+        assert (doubler.launches, graphs.keys()) == (2, [key(8)])
+        doubler.input.fill_(3)
+        output = graphs.run(key(8))
+
+        assert doubler.launches == 2
+        assert output.tolist() == [6.0] * 8
+
+    def test_under_load_a_second_key_waits_its_turn_and_runs_eagerly_meanwhile(
+        self, doubler: Doubler, start: Start
+    ) -> None:
+        graphs = start()
+        for _ in range(2):
+            graphs.run(key(8))
+        for _ in range(2):
+            output = graphs.run(key(16))
+
+        assert graphs.keys() == [key(8)]
+        assert output.shape == (16,)
+        assert graphs.tend()
+        assert graphs.keys() == [key(8), key(16)]
+        assert not graphs.tend()
+
+    def test_without_graphs_everything_is_eager(self, doubler: Doubler, start: Start) -> None:
+        graphs = start(lazy=False)
+
+        for _ in range(3):
+            graphs.run(key(8))
+
+        assert doubler.launches == 3
+        assert not graphs.tend()
+
+    def test_a_key_whose_capture_fails_stays_eager(
+        self, doubler: Doubler, start: Start, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        graphs = start()
+        doubler.refuses = True
+
+        for _ in range(4):
+            output = graphs.run(key(8))
+
+        assert graphs.keys() == []
+        assert output.tolist() == [0.0] * 8
+        assert "8 tokens x 8 sequences with triton stays without a graph: RuntimeError: this cannot be captured" in (
+            caplog.text
+        )
+
+    def test_after_a_failed_capture_others_are_captured(self, doubler: Doubler, start: Start) -> None:
+        graphs = start()
+        doubler.refuses = True
+        graphs.capture(key(8))
+        doubler.refuses = False
+
+        assert graphs.capture(key(16))
+        doubler.input.fill_(2)
+
+        assert graphs.run(key(16)).tolist() == [4.0] * 16
+
+    def test_graphs_beyond_the_cap_are_dropped_the_least_recently_used_first(
+        self, doubler: Doubler, start: Start
+    ) -> None:
+        graphs = start(max_bytes=1)
+        graphs.capture(key(8))
+        graphs.capture(key(16))
+        kept = graphs.keys()
+        doubler.input.fill_(1)
+
+        assert kept in ([key(16)], [key(8), key(16)])  # a graph so small may cost no memory of its own
+        assert graphs.run(key(8)).tolist() == [2.0] * 8
+
+    def test_the_next_start_captures_what_was_hot(self, doubler: Doubler, start: Start) -> None:
+        graphs = start()
+        for tokens in (8, 16):
+            graphs.capture(key(tokens))
+        graphs.run(key(8))
+        graphs.capture(key(24))
+        doubler.warm_ups.clear()
+
+        again = start()
+        while again.tend():
+            pass
+
+        assert doubler.warm_ups[0] == key(24)
+        assert set(again.keys()) == {key(8), key(16), key(24)}
+
+    def test_a_damaged_list_of_hot_keys_is_ignored(
+        self, tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "hot.json").write_text('[{"attention": "triton"}]')
+
+        assert not start().tend()
+        assert "hot.json is not a list of graphs, ignored" in caplog.text
+
+    def test_releasing_gives_the_memory_back_and_keys_can_be_captured_again(
+        self, doubler: Doubler, start: Start
+    ) -> None:
+        graphs = start()
+        graphs.capture(key(8))
+
+        graphs.release()
+
+        assert (graphs.keys(), graphs.size_bytes) == ([], 0)
+        assert graphs.capture(key(8))
+
+
+def test_sequence_counts_grow_in_steps_of_four() -> None:
+    assert SEQUENCE_COUNTS == (8, 32, 128, 512, 2048)

@@ -1,0 +1,276 @@
+"""Our own attention, however the work is cut, against the formula in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import tests.worker.kernels  # noqa: F401  # chooses the interpreter before Triton is imported
+from tests.worker.kernels import DEVICE
+from worker.attention.triton import Config, TritonAttention, _attend, _attend_qkv, _candidates, _choose, attend_qkv
+from worker.kernels.rotary import qk_norm_rope_reference
+
+EPSILON = 1e-6
+NUM_POSITIONS = 4096
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+CONFIGS = {
+    "one block of keys": Config(16, 64, 2, 4, 2, skip_masks=False),
+    "many blocks of keys": Config(16, 16, 2, 4, 2, skip_masks=False),
+    "one head a tile": Config(16, 32, 1, 4, 2, skip_masks=False),
+    "heads beyond the group": Config(8, 16, 4, 4, 2, skip_masks=False),
+    "masks skipped": Config(32, 16, 1, 4, 2, skip_masks=True),
+}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+class Bounds(NamedTuple):
+    """What attention reads of a batch."""
+
+    token_starts: torch.Tensor
+    token_stops: torch.Tensor
+    positions: torch.Tensor
+
+
+def bounds(lengths: list[int]) -> Bounds:
+    counts = torch.tensor(lengths)
+    stops = counts.cumsum(0)
+    starts = (stops - counts).repeat_interleave(counts)
+    positions = torch.arange(sum(lengths)) - starts
+    return Bounds(*(x.int().to(DEVICE) for x in (starts, stops.repeat_interleave(counts), positions)))
+
+
+def merged(num_tokens: int, num_rows: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_tokens, num_rows * head_dim, generator=generator).to(dtype).to(DEVICE)
+
+
+def split(qkv: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of one merged tensor, as a model has them."""
+    query, key, value = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1).split([heads, kv_heads, kv_heads], dim=1)
+    return query, key, value
+
+
+def formula(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], causal: bool
+) -> torch.Tensor:
+    """Sequence after sequence, in float32."""
+    group = query.shape[1] // key.shape[1]
+    outputs = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[2] ** -0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=2), v))
+    return torch.cat(outputs)
+
+
+def assert_close(output: torch.Tensor, expected: torch.Tensor) -> None:
+    """Weights and the result are rounded to the dtype: 2⁻¹¹ or 2⁻⁸ of values of up to some 4."""
+    assert output.is_contiguous()
+    tolerance = 4e-3 if output.dtype == torch.float16 else 2e-2
+    torch.testing.assert_close(output.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is full of NaN, so that what is not written shows."""
+    torch.use_deterministic_algorithms(True)  # fills it, by `torch.utils.deterministic.fill_uninitialized_memory`
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --- attention ---
+
+
+@configs
+@causal_or_not
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [5, 13], [7] * 5, [20, 3, 17, 1], [47]], ids=str)
+def test_each_sequence_attends_to_itself_alone(lengths: list[int], causal: bool, config: Config) -> None:
+    query, key, value = split(merged(sum(lengths), 4, 32, torch.float16), 2, 1)
+    batch = bounds(lengths)
+
+    with poisoned_memory():
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config)
+
+    assert_close(output, formula(query, key, value, lengths, causal))
+
+
+@configs
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 1, 16), (3, 1, 24), (2, 1, 128), (6, 2, 8)]
+)
+def test_any_group_of_heads_and_any_head_dim(heads: int, kv_heads: int, head_dim: int, config: Config) -> None:
+    lengths = [9, 2, 14]
+    query, key, value = split(merged(25, heads + 2 * kv_heads, head_dim, torch.float16), heads, kv_heads)
+    batch = bounds(lengths)
+
+    with poisoned_memory():
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, False, config)
+
+    assert_close(output, formula(query, key, value, lengths, False))
+
+
+@causal_or_not
+def test_the_backend_reads_a_batch(causal: bool) -> None:
+    lengths = [20, 1, 12]
+    query, key, value = split(merged(33, 8, 32, torch.float16), 4, 2)
+
+    output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
+
+    assert_close(output, formula(query, key, value, lengths, causal))
+
+
+def test_scores_that_would_overflow_do_not() -> None:
+    query, key, value = split(merged(6, 3, 32, torch.float16), 1, 1)
+
+    output = TritonAttention()(query * 100, key * 100, value, bounds([2, 4]), causal=False)  # type: ignore[arg-type]
+
+    assert_close(output, formula(query * 100, key * 100, value, [2, 4], False))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
+@configs
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("part", [1, 2], ids=["key", "value"])
+def test_a_sequence_that_is_not_finite_spoils_only_itself(part: int, bad: float, config: Config) -> None:
+    lengths = [3, 5, 40]
+    qkv = split(merged(48, 4, 32, torch.float16), 2, 1)
+    batch = bounds(lengths)
+    clean = formula(*qkv, lengths, False)
+    qkv[part][4, 0, 7] = bad
+
+    output = _attend(*qkv, batch.token_starts, batch.token_stops, False, config)
+
+    assert_close(output[:3], clean[:3])
+    assert_close(output[8:], clean[8:])
+    # An infinite key may also have no weight at all, as in the formula.
+    spoiled = ~formula(*qkv, lengths, False).isfinite()
+    assert spoiled[3:8].any()
+    assert not output[spoiled].isfinite().any()
+
+
+def test_what_is_chosen_can_run_for_any_group_and_number_of_tokens() -> None:
+    chosen = [_choose(tokens, group, 128) for tokens in (1, 512, 40_000) for group in (1, 2, 3, 8, 32)]
+
+    assert min(config.block_m * config.heads for config in chosen) >= 16
+    assert max(config.block_m * config.heads for config in chosen) <= 256
+
+
+# --- with the norm and rotation of queries and keys ---
+
+
+def rotation(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """cos, sin, q_norm, k_norm."""
+    generator = torch.Generator().manual_seed(1)
+    angles = torch.arange(NUM_POSITIONS)[:, None] * torch.rand(head_dim // 2, generator=generator)
+    weights = (1 + torch.randn(2, head_dim, generator=generator) / 4).to(dtype)
+    return tuple(x.to(DEVICE) for x in (angles.cos(), angles.sin(), weights[0], weights[1]))
+
+
+def two_steps(
+    qkv: torch.Tensor, batch: Bounds, tables: tuple[torch.Tensor, ...], heads: int, kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rotated = qk_norm_rope_reference(qkv, batch.positions, *tables, heads, kv_heads, EPSILON)
+    return split(rotated.to(qkv.dtype), heads, kv_heads)
+
+
+@causal_or_not
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 32), (2, 2, 64), (3, 1, 32)])
+@pytest.mark.parametrize("lengths", [[1], [5, 13], [20, 3, 17, 1], [41]], ids=str)
+def test_rotation_and_attention_in_one_are_those_in_two(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> None:
+    qkv = merged(sum(lengths), heads + 2 * kv_heads, head_dim, torch.float16)
+    batch, tables = bounds(lengths), rotation(head_dim, torch.float16)
+
+    output = attend_qkv(
+        qkv,
+        batch.positions,
+        *tables,
+        heads,
+        kv_heads,
+        EPSILON,
+        batch,
+        causal=causal,  # type: ignore[arg-type]
+    )
+
+    assert_close(output, formula(*two_steps(qkv, batch, tables, heads, kv_heads), lengths, causal))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", [1, 2], ids=["key", "value"])
+def test_with_rotation_too_a_sequence_that_is_not_finite_spoils_only_itself(part: int, bad: float) -> None:
+    lengths = [3, 5, 40]
+    qkv = merged(48, 4, 32, torch.float16)
+    batch, tables = bounds(lengths), rotation(32, torch.float16)
+    clean = formula(*two_steps(qkv, batch, tables, 2, 1), lengths, False)
+    split(qkv, 2, 1)[part][4, 0, 7] = bad
+
+    output = attend_qkv(qkv, batch.positions, *tables, 2, 1, EPSILON, batch, causal=False)  # type: ignore[arg-type]
+
+    assert_close(output[:3], clean[:3])
+    assert_close(output[8:], clean[8:])
+    assert not output[3:8].isfinite().all(dim=2).any()
+
+
+# --- on a GPU ---
+
+SHAPES = [(16, 8, 128), (32, 8, 128), (16, 16, 64), (12, 12, 32)]
+LENGTHS = {
+    "one query": [20],
+    "25 queries": [20] * 25,
+    "up to 128": [(37 * i) % 128 + 1 for i in range(100)],
+    "mixed": [1, 700, 3, 1, 2000, 64, 128, 33],
+    "one long": [4096],
+}
+
+
+@causal_or_not
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [pytest.param(*shape, marks=gpu) for shape in SHAPES])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_models_shapes_in_bf16(lengths: list[int], heads: int, kv_heads: int, head_dim: int, causal: bool) -> None:
+    query, key, value = split(merged(sum(lengths), heads + 2 * kv_heads, head_dim, torch.bfloat16), heads, kv_heads)
+
+    output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
+
+    assert_close(output, formula(query, key, value, lengths, causal))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [pytest.param(c, marks=gpu, id=str(i)) for i, c in enumerate(_candidates(2))])
+def test_every_candidate_is_right(config: Config) -> None:
+    lengths = LENGTHS["mixed"]
+    query, key, value = split(merged(sum(lengths), 8, 128, torch.bfloat16), 4, 2)
+    batch = bounds(lengths)
+
+    with poisoned_memory():
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, False, config)
+
+    assert_close(output, formula(query, key, value, lengths, False))
+
+
+@causal_or_not
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [pytest.param(*shape, marks=gpu) for shape in SHAPES])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_models_shapes_in_bf16_with_rotation(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> None:
+    qkv = merged(sum(lengths), heads + 2 * kv_heads, head_dim, torch.bfloat16)
+    batch, tables = bounds(lengths), rotation(head_dim, torch.bfloat16)
+    config = Config(16, 32, 1, 4, 1, skip_masks=False)
+
+    output = _attend_qkv(
+        qkv, batch.positions, *tables, heads, kv_heads, EPSILON, batch.token_starts, batch.token_stops, causal, config
+    )
+
+    assert_close(output, formula(*two_steps(qkv, batch, tables, heads, kv_heads), lengths, causal))

@@ -1,0 +1,693 @@
+"""Which attention backend runs a batch: measured once on the device that will run it, then looked up.
+
+No backend is best everywhere, and which one is depends on the head shape, on the card and on package versions. So every
+backend that can be had is timed at its real job, a replayed graph of a capacity that the engine would use (eagerly
+above the largest), for each class of batches, and the fastest takes the class. A class is
+
+    tokens (padded)  ×  capacity of the sequence axis  ×  longest sequence
+
+each rounded up to a size of `TOKENS`, `SEQUENCES`, `LONGEST`; the second is there because empty rows cost some kernels
+much and others nothing. Each result is compared with the formula in float32 on some of its sequences: a backend that is
+wrong once is out.
+
+Where a batch is replayed, what a backend's `prepare` costs the host counts in full, spread over the layers: the device
+may be waiting for it. Above the graphs' ladder a step takes longer than any plan, and it counts nothing. Within 3 % the
+first of `BACKENDS` wins, so that the choice is stable and few backends are in use, each of which has graphs of its own.
+
+What was measured is kept in a file; another card, driver, version, head shape or set of backends measures anew, which
+takes some seconds. Rejected: a table in the source, which is wrong on the next card; choosing while serving, which
+makes the first requests pay and answers depend on timing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import statistics
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from common.protocol import FLOAT32, Batch
+from worker.attention import AttentionUnavailable, HeadShape, flash_attention_4, flashinfer, varlen
+from worker.attention.flash_attention_4 import FlashAttention4
+from worker.attention.flashinfer import FlashInferAttention, Kernels
+from worker.attention.reference import ReferenceAttention, attend
+from worker.attention.sdpa import SdpaAttention
+from worker.attention.varlen import TorchAttention
+from worker.graphs import place
+from worker.ragged import Capacity, RaggedBatch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from worker.attention import Attention
+
+logger = logging.getLogger(__name__)
+
+# What a class holds at most. The last of each also takes what is above.
+TOKENS = (64, 512, 2048, 4096, 16384)
+SEQUENCES = (8, 32, 128, 512)
+LONGEST = (32, 128, 512, 2048, 8192, 32768)
+
+MAX_ERROR = 0.01  # of an output, relative to its size where that is above 1
+MIN_COSINE = 0.9999
+_CLOSE = 1.03
+
+_NUM_CHECKED = 16  # sequences of each class
+_FORMAT = 1
+_PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A class of batches, by the most it holds."""
+
+    tokens: int
+    sequences: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One backend in one class."""
+
+    us: float  # of one layer on the device
+    prepare_us: float  # of one batch on the host
+    error: float  # the largest difference to the formula, relative to the output where that is above 1
+    cosine: float  # to the formula
+
+    def cost_us(self, cell: Cell, num_layers: int) -> float:
+        """Of one layer: what a choice is made by."""
+        _, replayed = place(cell.tokens, 1)
+        return self.us + (self.prepare_us / num_layers if replayed else 0.0)
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= MAX_ERROR and self.cosine >= MIN_COSINE
+
+
+Measure = Callable[["Attention", Cell], Measurement]
+Table = Mapping[Cell, Mapping[str, float]]  # µs of one layer, by backend
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How to get at a backend. The first two are quick and import little."""
+
+    unavailable: Callable[[HeadShape, torch.device], str | None]  # why it cannot be used at all
+    open: Callable[[HeadShape, torch.device], Attention]
+    unready: Callable[[HeadShape], str | None] = lambda shape: None  # why it is used only if asked for by name
+
+
+class Selection:
+    """A backend for every batch. `choose` is a look-up of a microsecond."""
+
+    def __init__(self, backends: Mapping[str, Attention], names: Mapping[Cell, str], description: str) -> None:
+        """`names` has at least one class; classes that it lacks are as the nearest that it has."""
+        self._backends = dict(backends)
+        self._description = description
+        self._rows = [
+            [[self._backends[_nearest(names, Cell(t, s, longest))] for longest in LONGEST] for s in SEQUENCES]
+            for t in TOKENS
+        ]
+
+    @classmethod
+    def forced(cls, name: str, shape: HeadShape, device: torch.device) -> Selection:
+        """One backend for everything; where it takes compiling, it is compiled now.
+
+        Raises:
+            AttentionUnavailable: there is no such backend, or it cannot do this here.
+        """
+        return cls._only(name, "as asked for", shape, device)
+
+    @classmethod
+    def _only(cls, name: str, why: str, shape: HeadShape, device: torch.device) -> Selection:
+        backend = BACKENDS.get(name) or _PLAIN_BACKENDS.get(name)
+        if backend is None:
+            known = ", ".join(["auto", *BACKENDS, *_PLAIN_BACKENDS])
+            raise AttentionUnavailable(f"there is no attention backend {name!r}; there are {known}")
+        if reason := backend.unavailable(shape, device):
+            raise AttentionUnavailable(f"attention {name}: {reason}")
+        return cls({name: backend.open(shape, device)}, {_ANY: name}, f"{name}, {why}")
+
+    @classmethod
+    def default(cls, shape: HeadShape, device: torch.device) -> Selection:
+        """Where there is nothing to measure: on a CPU, or in float32, which no kernel for GPUs computes in."""
+        if device.type == "cpu":
+            return cls._only("sdpa", "the one for CPUs", shape, device)
+        return cls._only("reference", f"the one that computes in {shape.dtype} on a GPU", shape, device)
+
+    @classmethod
+    def measured(
+        cls,
+        shape: HeadShape,
+        device: torch.device,
+        *,
+        num_layers: int,
+        max_tokens: int,
+        cache: Path,
+        backends: Mapping[str, Backend] | None = None,
+        measure: Measure | None = None,
+    ) -> Selection:
+        """The fastest of what there is for each class, as the file `cache` says or else as measured now.
+
+        Args:
+            num_layers: over which the host's work for a batch is spread.
+            max_tokens: of one sequence; longer classes are not measured.
+            cache: read if it is there and for the same device, versions, shape and backends; else written.
+            backends, measure: what is chosen among, and by what; those of this machine if not given.
+
+        Raises:
+            AttentionUnavailable: no backend that is right can be had.
+        """
+        candidates, missing = _candidates(BACKENDS if backends is None else backends, shape, device)
+        for name, reason in missing.items():
+            logger.info("attention %s is no candidate: %s", name, reason)
+        conditions = _conditions(shape, device, list(candidates), max_tokens, num_layers)
+        table = _read(cache, conditions)
+        if table is not None:
+            names = _winners(table)
+            opened, failed = _open(
+                {name: candidates[name] for name in candidates if name in names.values()}, shape, device
+            )
+            if not failed:
+                return cls(opened, names, _describe(names, "as measured before", missing))
+        started_s = time.monotonic()
+        opened, failed = _open(candidates, shape, device)
+        table, wrong = _measure(opened, measure or _Measurer(shape, device), num_layers, max_tokens)
+        missing |= failed | wrong
+        names = _winners(table)
+        if not names:
+            raise AttentionUnavailable(f"no attention backend can be had: {missing}")
+        _write(cache, conditions, table)
+        used = {name: backend for name, backend in opened.items() if name in names.values()}
+        return cls(used, names, _describe(names, f"measured in {time.monotonic() - started_s:.1f} s", missing))
+
+    def choose(self, tokens: int, sequences: int, max_seqlen: int) -> Attention:
+        """For a batch padded to so many tokens and rows of cu_seqlens, whose longest sequence is this."""
+        return self._rows[_index(TOKENS, tokens)][_index(SEQUENCES, sequences)][_index(LONGEST, max_seqlen)]
+
+    def named(self, name: str) -> Attention:
+        """Raises KeyError: the backend is not in use."""
+        return self._backends[name]
+
+    def backends(self) -> list[Attention]:
+        """Those that `choose` can answer."""
+        return list(self._backends.values())
+
+    def describe(self) -> str:
+        """What is chosen for which longest sequence, and why."""
+        return self._description
+
+
+def select(
+    requested: str,
+    shape: HeadShape,
+    device: torch.device,
+    cache: Path,
+    *,
+    num_layers: int = 24,
+    max_tokens: int = LONGEST[-1],
+) -> Selection:
+    """What a configuration asks for: a backend's name, or `auto` (see `Selection.measured`).
+
+    What was measured is kept beside `cache`, in a file for each head shape that is named after it.
+
+    Raises:
+        AttentionUnavailable: it cannot be had here.
+    """
+    if requested != "auto":
+        return Selection.forced(requested, shape, device)
+    if device.type == "cpu" or shape.dtype == torch.float32:
+        return Selection.default(shape, device)
+    mask = "causal" if shape.causal else "bidirectional"
+    dtype = str(shape.dtype).removeprefix("torch.")
+    name = f"{cache.stem}-{shape.num_heads}-{shape.num_kv_heads}-{shape.head_dim}-{mask}-{dtype}{cache.suffix}"
+    return Selection.measured(shape, device, num_layers=num_layers, max_tokens=max_tokens, cache=cache.with_name(name))
+
+
+# --- backends ---
+
+
+def _triton_unavailable(shape: HeadShape, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "is for GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return "not installed: triton, which torch brings along for GPUs"
+    if shape.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 or float16, not {shape.dtype}"
+    return None
+
+
+def _open_triton(shape: HeadShape, device: torch.device) -> Attention:
+    from worker.attention.triton import TritonAttention  # needs triton, which a CPU's torch may lack
+
+    del shape, device
+    return TritonAttention()
+
+
+def _flashinfer(kernels: Kernels) -> Backend:
+    return Backend(
+        lambda shape, device: _on_cuda(device) or flashinfer.unavailable(shape, device, kernels),
+        lambda shape, device: FlashInferAttention(shape, device, kernels),
+        lambda shape: _not_built(shape, kernels),
+    )
+
+
+def _not_built(shape: HeadShape, kernels: Kernels) -> str | None:
+    try:
+        if flashinfer.is_built(shape, kernels):
+            return None
+    except AttentionUnavailable as error:
+        return str(error)
+    return f"its kernels are not compiled; starting once with --attention flashinfer_{kernels} does it"
+
+
+def _on_cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "is for GPUs"
+
+
+def _on_cpu(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else "is for CPUs"
+
+
+# In order of preference where they are equally fast: the fewest conditions first.
+BACKENDS: Mapping[str, Backend] = MappingProxyType(
+    {
+        "triton": Backend(_triton_unavailable, _open_triton),
+        "flash_attention_4": Backend(
+            lambda shape, device: _on_cuda(device) or flash_attention_4.unavailable(shape),
+            lambda shape, device: FlashAttention4(shape),
+        ),
+        "torch": Backend(
+            lambda shape, device: _on_cuda(device) or varlen.unavailable(shape),
+            lambda shape, device: TorchAttention(shape),
+        ),
+        "flashinfer_fa3": _flashinfer("fa3"),
+        "flashinfer_fa2": _flashinfer("fa2"),
+    }
+)
+
+# What is never measured: there is nothing to choose among on a CPU, and the formula is what others are compared with.
+_PLAIN_BACKENDS: Mapping[str, Backend] = MappingProxyType(
+    {
+        "sdpa": Backend(lambda shape, device: _on_cpu(device), lambda shape, device: SdpaAttention()),
+        "reference": Backend(lambda shape, device: None, lambda shape, device: ReferenceAttention()),
+    }
+)
+
+
+def _candidates(
+    backends: Mapping[str, Backend], shape: HeadShape, device: torch.device
+) -> tuple[dict[str, Backend], dict[str, str]]:
+    """What can be had without compiling for minutes, and why the rest cannot."""
+    candidates, missing = {}, {}
+    for name, backend in backends.items():
+        reason = backend.unavailable(shape, device) or backend.unready(shape)
+        if reason is None:
+            candidates[name] = backend
+        else:
+            missing[name] = reason
+    return candidates, missing
+
+
+def _open(
+    candidates: Mapping[str, Backend], shape: HeadShape, device: torch.device
+) -> tuple[dict[str, Attention], dict[str, str]]:
+    opened: dict[str, Attention] = {}
+    failed: dict[str, str] = {}
+    for name, backend in candidates.items():
+        try:
+            opened[name] = backend.open(shape, device)
+        except AttentionUnavailable as error:
+            failed[name] = str(error)
+            logger.warning("%s", error)
+    return opened, failed
+
+
+# --- classes ---
+
+
+def _index(sizes: tuple[int, ...], value: int) -> int:
+    return min(bisect_left(sizes, value), len(sizes) - 1)
+
+
+def _nearest(names: Mapping[Cell, str], cell: Cell) -> str:
+    """The name of the class itself, or of one that is like it: in length first, then in tokens."""
+    if cell in names:
+        return names[cell]
+
+    def distance(other: Cell) -> tuple[int, int, int]:
+        return (
+            abs(_index(LONGEST, cell.longest) - _index(LONGEST, other.longest)),
+            abs(_index(TOKENS, cell.tokens) - _index(TOKENS, other.tokens)),
+            abs(_index(SEQUENCES, cell.sequences) - _index(SEQUENCES, other.sequences)),
+        )
+
+    return names[min(names, key=distance)]
+
+
+def lengths_of(cell: Cell) -> npt.NDArray[np.int32] | None:
+    """Lengths of a batch that is typical of a class: as many tokens as it holds, half as many sequences, one of them
+    three quarters of the tokens or as long as the class has. None if no such batch exists.
+
+    Seeded: the same lengths each time.
+    """
+    shortest = 1 + LONGEST[_index(LONGEST, cell.longest) - 1] if cell.longest > LONGEST[0] else 1
+    fewest = 1 + SEQUENCES[_index(SEQUENCES, cell.sequences) - 1] if cell.sequences > SEQUENCES[0] else 1
+    longest = min(cell.longest, max(shortest, 3 * cell.tokens // 4))
+    rest = cell.tokens - longest
+    if rest < 0:
+        return None
+    fewest = max(fewest, 1 + math.ceil(rest / longest))
+    most = min(cell.sequences, 1 + rest)
+    if fewest > most:
+        return None
+    count = min(max(cell.sequences // 2, fewest), most)
+    lengths = np.full(count, longest, dtype=np.int32)
+    if count > 1:
+        base, extra = divmod(rest, count - 1)
+        lengths[1:] = base
+        lengths[1 : 1 + extra] += 1
+        # Uneven: what one of a pair loses, the other gains.
+        generator = np.random.default_rng(0)
+        for i in range(1, count - 1, 2):
+            shift = int(generator.integers(0, min(lengths[i] - 1, longest - lengths[i + 1]) + 1))
+            lengths[i] -= shift
+            lengths[i + 1] += shift
+    return np.random.default_rng(0).permutation(lengths)  # in no order, as requests arrive
+
+
+def _cells(max_tokens: int) -> list[Cell]:
+    """All classes that there are batches of, with no sequence longer than `max_tokens`."""
+    longest = LONGEST[: _index(LONGEST, max_tokens) + 1]
+    cells = [Cell(tokens, sequences, length) for tokens in TOKENS for sequences in SEQUENCES for length in longest]
+    return [cell for cell in cells if lengths_of(cell) is not None]
+
+
+# --- measuring ---
+
+
+def _measure(
+    backends: Mapping[str, Attention], measure: Measure, num_layers: int, max_tokens: int
+) -> tuple[dict[Cell, dict[str, float]], dict[str, str]]:
+    """Costs by class and backend, and why some backends are out."""
+    table: dict[Cell, dict[str, float]] = {cell: {} for cell in _cells(max_tokens)}
+    wrong: dict[str, str] = {}
+    for cell in table:
+        for name, backend in backends.items():
+            if name in wrong:
+                continue
+            try:
+                result = measure(backend, cell)
+            except Exception as error:  # other people's kernels raise what they like; the others may still be fine
+                logger.warning("attention %s is out, it failed at %s", name, cell, exc_info=True)
+                wrong[name] = f"{type(error).__name__}: {error}"
+                continue
+            if not result.is_right:
+                wrong[name] = f"wrong at {cell}: error {result.error:.2g}, cosine {result.cosine:.6f} to the formula"
+                logger.warning("attention %s is out: %s", name, wrong[name])
+                continue
+            table[cell][name] = round(result.cost_us(cell, num_layers), 2)
+    for costs_us in table.values():
+        for name in wrong:
+            costs_us.pop(name, None)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # inputs and graphs of the largest classes were a gigabyte
+    return table, wrong
+
+
+def _winners(table: Table) -> dict[Cell, str]:
+    return {cell: _fastest(costs_us) for cell, costs_us in table.items() if costs_us}
+
+
+def _fastest(costs_us: Mapping[str, float]) -> str:
+    """The first of those that are as fast as the fastest, nearly."""
+    bound_us = min(costs_us.values()) * _CLOSE
+    order = [name for name in BACKENDS if name in costs_us] + [name for name in costs_us if name not in BACKENDS]
+    return next(name for name in order if costs_us[name] <= bound_us)
+
+
+def ragged(
+    lengths: npt.NDArray[np.int32], capacity: Capacity, device: torch.device, attention: Attention
+) -> tuple[RaggedBatch, npt.NDArray[np.int32]]:
+    """A batch of these lengths as a GPU gets it, and its cu_seqlens on the host. For measurements and tests."""
+    ones = np.ones(len(lengths), dtype=np.int32)
+    batch = Batch(
+        epoch=0,
+        batch_id=0,
+        token_ids=np.zeros(int(lengths.sum()), dtype=np.int32),
+        lengths=lengths,
+        dimensions=ones,
+        normalize=ones.astype(np.uint8),
+        encodings=np.full(len(lengths), FLOAT32, dtype=np.uint8),
+    )
+    buffer = np.zeros(capacity.num_words, dtype=np.int32)
+    offsets = capacity.fill(batch, buffer)
+    # As the engine bounds it, for backends whose launch depends on it.
+    bound = max(128, 1 << (int(lengths.max()) - 1).bit_length())
+    return capacity.views(torch.from_numpy(buffer).to(device), attention, bound), offsets
+
+
+def qkv(shape: HeadShape, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random queries, keys and values as a model has them: views of one merged projection. Seeded."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    merged = torch.randn(num_tokens, sum(heads), shape.head_dim, generator=generator, device=device)
+    query, key, value = merged.to(shape.dtype).split(heads, dim=1)
+    return query, key, value
+
+
+def compare(output: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """The largest difference, relative to what is expected where that is above 1, and the cosine of all numbers."""
+    output, expected = output.double(), expected.double()
+    error = ((output - expected).abs() / expected.abs().clamp_min(1.0)).max()
+    cosine = (output * expected).sum() / (output.norm() * expected.norm())
+    return float(error), float(cosine)
+
+
+class _Measurer:
+    """Times backends on the current device. Inputs and the formula's results are made once for each class."""
+
+    _NUM_CALLS = 8  # of a launch
+    _NUM_LONG_CALLS = 2
+    _NUM_LAUNCHES = 5
+    _NUM_PREPARES = 5
+
+    def __init__(self, shape: HeadShape, device: torch.device) -> None:
+        self._shape = shape
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            self._pool = GraphPool(device)
+        self._inputs: tuple[Cell, _Inputs] | None = None
+
+    @torch.inference_mode()
+    def __call__(self, backend: Attention, cell: Cell) -> Measurement:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if self._inputs is None or self._inputs[0] != cell:
+                self._inputs = (cell, _Inputs.of(cell, self._shape, self._device))
+            return self._run(backend, self._inputs[1])
+
+    def _run(self, backend: Attention, inputs: _Inputs) -> Measurement:
+        batch = inputs.batch
+        if inputs.replayed:
+            backend = backend.at(len(batch.token_ids), len(batch.cu_seqlens) - 1)
+        prepares_us = []
+        for _ in range(self._NUM_PREPARES):
+            started_ns = time.perf_counter_ns()
+            backend.prepare(inputs.offsets)
+            prepares_us.append((time.perf_counter_ns() - started_ns) / 1e3)
+
+        def call() -> torch.Tensor:
+            return backend(inputs.query, inputs.key, inputs.value, batch, causal=self._shape.causal)
+
+        error, cosine = compare(inputs.checked(call()), inputs.expected)
+        num_calls = self._NUM_CALLS if inputs.replayed else self._NUM_LONG_CALLS
+        launch = self._pool.repeated(call, num_calls)
+        elapsed_ms(launch)
+        launches_ms = [elapsed_ms(launch) for _ in range(self._NUM_LAUNCHES)]
+        us = statistics.median(launches_ms) * 1e3 / num_calls
+        return Measurement(us, statistics.median(prepares_us), error, cosine)
+
+
+class GraphPool:
+    """Memory of graphs that are made and dropped one after the other, on the current stream.
+
+    torch gives a pool up with the last graph that uses it, so one is kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+        self._kept = torch.cuda.CUDAGraph()
+        self._kept.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+        self._output = torch.zeros(1, device=device)
+        self._kept.capture_end()
+
+    def repeated(self, call: Callable[[], object], num_calls: int) -> Callable[[], object]:
+        """What launches so many calls: a replay of a graph of them, or where they cannot be captured they themselves.
+
+        One call has been made before, so that whatever it compiles is there.
+        """
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+        try:
+            for _ in range(num_calls):
+                call()
+        except Exception as error:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                pass  # the capture is invalid, which is why it ends
+            if not isinstance(error, RuntimeError):
+                raise
+            logger.debug("timed eagerly, since it cannot be captured: %s", error)
+            return lambda: [call() for _ in range(num_calls)]
+        graph.capture_end()
+        return graph.replay
+
+
+def elapsed_ms(launch: Callable[[], object]) -> float:
+    """On the device, which is waited for."""
+    started, stopped = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    started.record()
+    launch()
+    stopped.record()
+    stopped.synchronize()
+    return float(started.elapsed_time(stopped))
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    batch: RaggedBatch
+    offsets: npt.NDArray[np.int32]
+    replayed: bool
+    spans: list[slice]  # of tokens: the sequences that are compared
+    expected: torch.Tensor  # float32, the formula's results of these, one after the other
+
+    @classmethod
+    def of(cls, cell: Cell, shape: HeadShape, device: torch.device) -> _Inputs:
+        lengths = lengths_of(cell)
+        assert lengths is not None, "only classes that have batches are measured"
+        capacity, replayed = place(int(lengths.sum()), len(lengths))
+        batch, offsets = ragged(lengths, capacity, device, ReferenceAttention())
+        query, key, value = qkv(shape, len(batch.token_ids), device)
+        evenly = np.linspace(0, len(lengths) - 1, min(_NUM_CHECKED, len(lengths))).astype(int)
+        checked = sorted({*evenly.tolist(), int(lengths.argmax())})
+        spans = [slice(int(offsets[i]), int(offsets[i + 1])) for i in checked]
+        expected = torch.cat([attend(query[span], key[span], value[span], causal=shape.causal) for span in spans])
+        return cls(query, key, value, batch, offsets, replayed, spans, expected)
+
+    def checked(self, output: torch.Tensor) -> torch.Tensor:
+        return torch.cat([output[span] for span in self.spans])
+
+
+# --- what was measured before ---
+
+
+def _conditions(
+    shape: HeadShape, device: torch.device, names: list[str], max_tokens: int, num_layers: int
+) -> dict[str, object]:
+    """All that a table depends on."""
+    return {
+        "format": _FORMAT,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "driver": _driver(),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "shape": asdict(shape) | {"dtype": str(shape.dtype)},
+        "max_tokens": LONGEST[_index(LONGEST, max_tokens)],
+        "num_layers": num_layers,
+        "backends": names,
+        "own_kernels": hashlib.sha256(Path(__file__).with_name("triton.py").read_bytes()).hexdigest(),
+    }
+
+
+def _driver() -> str | None:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _read(cache: Path, conditions: dict[str, object]) -> dict[Cell, dict[str, float]] | None:
+    """The table of a file that was written under the same conditions."""
+    try:
+        content = json.loads(cache.read_text())
+        if content["conditions"] != conditions:
+            logger.info("%s was measured under other conditions: measuring anew", cache)
+            return None
+        table = {
+            Cell(**entry["cell"]): {str(name): float(cost_us) for name, cost_us in entry["us"].items()}
+            for entry in content["cells"]
+        }
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("%s is no table of attention backends, measuring anew: %r", cache, error)
+        return None
+    names = {name for costs_us in table.values() for name in costs_us}
+    if not names or not names.issubset(conditions["backends"]):  # type: ignore[arg-type]  # a list of names
+        logger.warning("%s is no table of these attention backends, measuring anew", cache)
+        return None
+    return table
+
+
+def _write(cache: Path, conditions: dict[str, object], table: Table) -> None:
+    """All or nothing. That it cannot be kept costs the next start some seconds, and no more."""
+    content = {
+        "conditions": conditions,
+        "cells": [{"cell": asdict(cell), "us": dict(costs_us)} for cell, costs_us in table.items()],
+    }
+    temporary = cache.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=1))
+        temporary.replace(cache)
+    except OSError as error:
+        logger.warning("%s cannot be written, the next start will measure again: %s", cache, error)
+
+
+def _describe(names: Mapping[Cell, str], how: str, missing: Mapping[str, str]) -> str:
+    return f"{_summary(names)}; {how}" + "".join(f"; without {name} ({reason})" for name, reason in missing.items())
+
+
+def _summary(names: Mapping[Cell, str]) -> str:
+    """By longest sequence: `≤32: triton; ≤128: triton 12, torch 3`, numbers of classes where there are several."""
+    parts = []
+    for longest in sorted({cell.longest for cell in names}):
+        counts = Counter(name for cell, name in names.items() if cell.longest == longest)
+        backends = ", ".join(f"{name} {count}" if len(counts) > 1 else name for name, count in counts.most_common())
+        parts.append((longest, backends))
+    merged: list[tuple[int, str]] = []
+    for longest, backends in parts:
+        if merged and merged[-1][1] == backends:
+            merged.pop()
+        merged.append((longest, backends))
+    return "; ".join(f"≤{longest}: {backends}" for longest, backends in merged)
+
+
+_ANY = Cell(TOKENS[0], SEQUENCES[0], LONGEST[0])

@@ -1,0 +1,612 @@
+"""Attention for many short sequences, and right for any: tiles of consecutive tokens instead of sequences.
+
+Kernels made for long sequences give every sequence tiles of its own, so a query of 20 tokens pays for 64 or 128, and
+the launch depends on the number and lengths of sequences: a plan, or an axis padded to a capacity. Here a tile is a
+fixed number of consecutive tokens of the packed batch, whatever sequences they belong to. It goes over the keys from
+the start of its first token's sequence to the stop of its last token's, and each row takes those of its own sequence.
+The launch depends on the number of tokens alone: no plan, no longest length, nothing that a graph would have to know.
+
+The query heads that share a key head are rows of one tile, so its keys and values are read once for all of them.
+
+A value that is not finite must spoil its own sequence only, but 0 · NaN is NaN. So a tile of several sequences looks at
+its result, and where that is not finite it is computed again with such values taken out and their sequences marked.
+Rejected: cleaning all values on their way, which would take them through registers; and a second loop, without masks,
+for keys that all rows of a tile see: the compiler ran out of registers where a branch in the one loop needs none more.
+
+`attend_qkv` does the norm and rotation of queries and keys itself, on their way in: a kernel less in every layer of a
+small batch, at the cost of doing the same keys again in each tile that reads them.
+
+In float32 products are exact instead of rounded to the tensor cores' TF32: slow, and for comparing.
+
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao, FlashAttention-2 (2023),
+section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from worker.kernels.launch import pdl_options
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from worker.ragged import RaggedBatch
+
+# The tensor cores' smallest tile has 16 rows and 16 columns.
+_LEAST_TILE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the work is cut. All but `num_stages` are powers of two."""
+
+    block_m: int  # tokens of a tile
+    block_n: int  # keys at a time
+    heads: int  # query heads of one key head in a tile, block_m · heads ≥ 16 rows in all
+    num_warps: int
+    num_stages: int
+    skip_masks: bool  # where all rows see all keys of a block: a branch for every block, faster for long sequences
+
+
+class TritonAttention:
+    """Every sequence at once; for bf16, fp16 and float32 on a GPU."""
+
+    name = "triton"
+    needs_max_seqlen = False
+
+    def at(self, tokens: int, sequences: int) -> TritonAttention:
+        return self
+
+    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
+        pass
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+    ) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        num_rows = batch.cu_seqlens.shape[0] - 1
+        config = _choose(num_tokens, num_rows, num_heads // key.shape[1], head_dim, query.dtype)
+        return _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What a head_dim's batches are cut into, by their tokens. `block_m` is meant for one head."""
+
+    short: Config  # up to 1,024 tokens
+    short_many: Config
+    long: Config  # up to 1,024 tokens
+    long_some: Config  # up to 2,048
+    long_many: Config
+
+
+# By the largest head_dim. Measured on an H200 on 2026-11-29, in bf16, on graphs of 28 calls: 16 heads on 8 key heads of
+# 128, 16 on 16 of 64, 12 on 12 of 32, each with 25 × 20, 16 × 32, 200 × 20 (short), 4 × 128, 1 × 512, 16 × 128,
+# 32 × 128, 12 × 320 and 32 × 512 tokens (long). Within 5 % of the best of `_candidates` in all of them, but 10 % above
+# at 32 × 128 of head_dim 32.
+_CHOICES: Mapping[int, _Choices] = MappingProxyType(
+    {
+        32: _Choices(
+            short=Config(16, 32, 1, 1, 2, skip_masks=True),
+            short_many=Config(32, 32, 1, 2, 2, skip_masks=False),
+            long=Config(128, 64, 1, 8, 3, skip_masks=True),
+            long_some=Config(128, 64, 1, 8, 3, skip_masks=True),
+            long_many=Config(64, 64, 1, 4, 3, skip_masks=True),
+        ),
+        64: _Choices(
+            short=Config(16, 32, 1, 1, 2, skip_masks=True),
+            short_many=Config(64, 32, 1, 4, 3, skip_masks=False),
+            long=Config(128, 64, 1, 8, 3, skip_masks=True),
+            long_some=Config(64, 32, 1, 4, 3, skip_masks=True),
+            long_many=Config(64, 64, 1, 4, 3, skip_masks=True),
+        ),
+        128: _Choices(
+            short=Config(64, 32, 1, 4, 3, skip_masks=False),
+            short_many=Config(64, 64, 1, 4, 2, skip_masks=True),
+            long=Config(64, 64, 1, 4, 2, skip_masks=True),
+            long_some=Config(64, 64, 1, 4, 2, skip_masks=True),
+            long_many=Config(64, 64, 1, 4, 3, skip_masks=True),
+        ),
+    }
+)
+_LONG = 64  # tokens to a row of cu_seqlens: a batch of at least so many is one of long sequences
+
+
+def _choose(num_tokens: int, num_rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Config:
+    """By what is the same for all batches of a graph: numbers of tokens and of rows of cu_seqlens. Rows without tokens
+    are few enough (`worker/graphs.py`) for the two to say whether sequences are short."""
+    if dtype == torch.float32:  # no tensor cores: what a thread multiplies, it holds in registers
+        return _folded(Config(16, 32, 1, 4, 1, skip_masks=False), group)
+    if head_dim > 128:  # not measured
+        return _folded(Config(32, 32, 1, 4, 2, skip_masks=False), group)
+    if num_tokens <= 64:  # one tile of all, and not folded, for as many programs as can be
+        return Config(64, 64, 1, 4, 2, skip_masks=False)
+    choices = _CHOICES[min(size for size in _CHOICES if head_dim <= size)]
+    if num_tokens < _LONG * num_rows:
+        config = choices.short if num_tokens <= 1024 else choices.short_many
+    elif num_tokens <= 1024:
+        config = choices.long
+    else:
+        config = choices.long_some if num_tokens <= 2048 else choices.long_many
+    return _folded(config, group)
+
+
+def _folded(config: Config, group: int) -> Config:
+    """As many rows in a tile, of as many heads of a group as leave at least 8 tokens to a tile."""
+    heads = min(triton.next_power_of_2(group), config.block_m // 8)
+    return replace(config, block_m=config.block_m // heads, heads=heads)
+
+
+def _candidates(group: int) -> list[Config]:
+    """What is worth measuring for a group of query heads. Some may not fit into the shared memory."""
+    heads = triton.next_power_of_2(group)
+    shapes = [(16, 32, 1), (32, 32, 2), (32, 32, 4), (64, 32, 4), (64, 64, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8)]
+    shapes += [(128, 128, 8), (256, 64, 8)]  # rows, keys, warps
+    return [
+        Config(rows // folded, keys, folded, warps, stages, skips)
+        for rows, keys, warps in shapes
+        for folded in sorted({1, heads})
+        for stages in (2, 3)
+        for skips in (False, True)
+    ]
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    token_starts: torch.Tensor,
+    token_stops: torch.Tensor,
+    causal: bool,
+    config: Config,
+) -> torch.Tensor:
+    """Attention of every token over its own sequence.
+
+    Args:
+        query: [tokens, heads, head_dim], key, value: [tokens, key heads, head_dim]; head_dim contiguous.
+        token_starts, token_stops: int32 [tokens], the first token of each token's sequence, and one past its last.
+
+    Returns [tokens, heads, head_dim], contiguous.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    group = num_heads // num_kv_heads
+    output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    grid = (triton.cdiv(num_tokens, config.block_m), num_kv_heads * triton.cdiv(group, config.heads))
+    _attention_kernel[grid](
+        output,
+        query,
+        key,
+        value,
+        token_starts,
+        token_stops,
+        num_tokens,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        head_dim**-0.5 * math.log2(math.e),
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(_LEAST_TILE, triton.next_power_of_2(head_dim)),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        HEADS=config.heads,
+        CAUSAL=causal,
+        SKIP_MASKS=config.skip_masks,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # of products of float32, and of no other
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **pdl_options(query),
+    )
+    return output
+
+
+def attend_qkv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    epsilon: float,
+    batch: RaggedBatch,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """`qk_norm_rope_` of `worker/kernels/rotary.py` and then attention, in one kernel that leaves `qkv` as it is.
+
+    Args:
+        qkv: [tokens, (num_heads + 2 · num_kv_heads) · head_dim], contiguous, bf16 or fp16; head_dim a power of two
+            from 32 on.
+        positions: int32 [tokens], each a row of the tables.
+        cos, sin: float32 [positions, head_dim / 2], contiguous.
+        q_norm, k_norm: [head_dim], weights of the norms.
+
+    Returns [tokens, num_heads, head_dim], contiguous.
+    """
+    config = _choose_qkv(qkv.shape[0], num_heads // num_kv_heads)
+    starts, stops = batch.token_starts, batch.token_stops
+    return _attend_qkv(
+        qkv, positions, cos, sin, q_norm, k_norm, num_heads, num_kv_heads, epsilon, starts, stops, causal, config
+    )
+
+
+def _choose_qkv(num_tokens: int, group: int) -> Config:
+    """For batches of up to some 500 tokens in short sequences.
+
+    Measured on an H200 on 2026-11-29 in bf16, 16 heads on 8 key heads of 128: 4.4 instead of 5.4 µs (rotation, then
+    attention) for 64 tokens, 5.2 instead of 6.8 for 25 × 20, 5.2 instead of 5.7 for 16 × 32. From 4 × 128 on two
+    kernels are the faster: 7.7 against 8.1 µs there, 14 against 25 for 1 × 512.
+    """
+    if num_tokens <= 64:
+        return _folded(Config(32, 64, 1, 4, 1, skip_masks=False), group)
+    return _folded(Config(64, 64, 1, 8, 1, skip_masks=False), group)
+
+
+def _attend_qkv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    epsilon: float,
+    token_starts: torch.Tensor,
+    token_stops: torch.Tensor,
+    causal: bool,
+    config: Config,
+) -> torch.Tensor:
+    """`attend_qkv`, cut as `config` says; masks are never skipped."""
+    num_tokens, head_dim = qkv.shape[0], q_norm.shape[0]
+    group = num_heads // num_kv_heads
+    output = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    grid = (triton.cdiv(num_tokens, config.block_m), num_kv_heads * triton.cdiv(group, config.heads))
+    _attention_qkv_kernel[grid](
+        output,
+        qkv,
+        positions,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        token_starts,
+        token_stops,
+        num_tokens,
+        epsilon,
+        head_dim**-0.5 * math.log2(math.e),
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HALF=head_dim // 2,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        HEADS=config.heads,
+        CAUSAL=causal,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **pdl_options(qkv),
+    )
+    return output
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["token_starts", "token_stops"])
+def _attention_kernel(
+    output: tl.tensor,  # [tokens, NUM_HEADS, HEAD_DIM]
+    query: tl.tensor,  # [tokens, NUM_HEADS, HEAD_DIM]
+    key: tl.tensor,  # [tokens, NUM_HEADS / GROUP, HEAD_DIM]
+    value: tl.tensor,  # as key
+    token_starts: tl.tensor,  # [tokens]
+    token_stops: tl.tensor,
+    num_tokens: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_token_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_token_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    scale: tl.tensor,  # of the scores, as exponents of 2
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SKIP_MASKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    ROWS: tl.constexpr = BLOCK_M * HEADS
+    SPLITS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    # With a causal mask the last tile of a long sequence has most to do, so it goes first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
+    kv_head = tl.program_id(1) // SPLITS
+    first = tile * BLOCK_M
+    last = tl.minimum(first + BLOCK_M, num_tokens) - 1
+    rows = tl.arange(0, ROWS)
+    # Rows beyond the batch or the group repeat the last of it, and are not stored.
+    tokens = tl.minimum(first + rows // HEADS, last)
+    in_group = tl.program_id(1) % SPLITS * HEADS + rows % HEADS
+    heads = kv_head * GROUP + tl.minimum(in_group, GROUP - 1)
+    stored = (first + rows // HEADS < num_tokens) & (in_group < GROUP)
+
+    # Row r sees keys starts[r] … stops[r] - 1. Both grow with the token, so that all rows see
+    #   lo ≤ whole_lo … whole_hi ≤ hi   (empty where the tile has several short sequences).
+    starts = tl.load(token_starts + tokens)
+    stops = tl.load(token_stops + tokens)
+    lo = tl.load(token_starts + first)
+    hi = tl.load(token_stops + last)
+    whole_lo = tl.load(token_starts + last)
+    whole_hi = tl.load(token_stops + first)
+    if CAUSAL:
+        stops = tl.minimum(stops, tokens + 1)
+        hi = tl.minimum(hi, last + 1)
+        whole_hi = tl.minimum(whole_hi, first + 1)
+
+    columns = tl.arange(0, BLOCK_D)
+    keys = tl.arange(0, BLOCK_N)
+    query_pointers = (
+        query
+        + tokens.to(tl.int64)[:, None] * query_token_stride
+        + heads[:, None] * query_head_stride
+        + columns[None, :]
+    )
+    key_pointers = (
+        key
+        + (lo.to(tl.int64) * key_token_stride + kv_head * key_head_stride)
+        + (keys[None, :] * key_token_stride + columns[:, None])
+    )  # [BLOCK_D, BLOCK_N]
+    value_pointers = (
+        value
+        + (lo.to(tl.int64) * value_token_stride + kv_head * value_head_stride)
+        + (keys[:, None] * value_token_stride + columns[None, :])
+    )  # [BLOCK_N, BLOCK_D]
+    within = columns < HEAD_DIM
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    queries = tl.load(query_pointers, mask=within[None, :], other=0.0)  # [ROWS, BLOCK_D]
+    # The largest score so far starts with a finite number, so that -inf - largest is never a NaN.
+    largest = tl.full((ROWS,), -3.0e38, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, BLOCK_D), tl.float32)
+
+    for block in tl.range(lo, hi, BLOCK_N):
+        numbers = block + keys
+        key_block = tl.load(key_pointers, mask=within[:, None] & (numbers < hi)[None, :], other=0.0)
+        scores = tl.dot(queries, key_block, input_precision=PRECISION) * scale
+        if SKIP_MASKS:
+            if (block < whole_lo) | (block + BLOCK_N > whole_hi):
+                scores = _hide(scores, numbers, starts, stops)
+        else:
+            scores = _hide(scores, numbers, starts, stops)
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, 1)
+        value_block = tl.load(value_pointers, mask=within[None, :] & (numbers < hi)[:, None], other=0.0)
+        mixed = tl.dot(weights.to(value_block.dtype), value_block, mixed * shrink[:, None], input_precision=PRECISION)
+        largest = new_largest
+        key_pointers += BLOCK_N * key_token_stride
+        value_pointers += BLOCK_N * value_token_stride
+
+    if whole_lo > lo:  # noqa: SIM102  # `and` would look at the result in any case
+        # x - x is 0 where x is finite, and NaN where it is not.
+        if tl.sum(tl.sum(mixed - mixed, 1), 0) != 0.0:
+            mixed = _mix_without_broken_values(
+                queries, key, value, starts, stops, lo, hi, largest, kv_head,
+                key_token_stride, key_head_stride, value_token_stride, value_head_stride, scale,
+                HEAD_DIM, BLOCK_D, ROWS, PRECISION,
+            )  # fmt: skip
+    output_pointers = output + tokens.to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM
+    result = mixed / total[:, None]
+    tl.store(
+        output_pointers + columns[None, :], result.to(output.dtype.element_ty), mask=stored[:, None] & within[None, :]
+    )
+
+
+@triton.jit
+def _hide(scores: tl.tensor, keys: tl.tensor, starts: tl.tensor, stops: tl.tensor) -> tl.tensor:
+    """-inf for keys of other sequences: [rows, keys], of keys [keys], each row's first and one past its last [rows]."""
+    seen = (keys[None, :] >= starts[:, None]) & (keys[None, :] < stops[:, None])
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _mix_without_broken_values(
+    queries: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    largest: tl.tensor,
+    kv_head: tl.tensor,
+    key_token_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_token_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """The weighted sum of values with the largest scores known; NaN in rows that see a value that is not finite."""
+    # As few keys at a time as can be: this never runs, and must not be what the kernel needs registers for.
+    BLOCK_N: tl.constexpr = 16
+    columns = tl.arange(0, BLOCK_D)
+    within = columns < HEAD_DIM
+    mixed = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    spoiled = tl.zeros((ROWS,), tl.int32)
+    for block in tl.range(lo, hi, BLOCK_N, num_stages=1):
+        numbers = block + tl.arange(0, BLOCK_N)
+        places = tl.minimum(numbers, hi - 1).to(tl.int64)
+        key_block = tl.load(
+            key + kv_head * key_head_stride + places[None, :] * key_token_stride + columns[:, None],
+            mask=within[:, None],
+            other=0.0,
+        )
+        value_block = tl.load(
+            value + kv_head * value_head_stride + places[:, None] * value_token_stride + columns[None, :],
+            mask=within[None, :],
+            other=0.0,
+        )
+        broken = value_block - value_block != 0.0
+        scores = tl.dot(queries, key_block, input_precision=PRECISION) * scale
+        scores = _hide(scores, numbers, starts, stops)
+        weights = tl.exp2(scores - largest[:, None])
+        value_block = tl.where(broken, 0.0, value_block)
+        mixed = tl.dot(weights.to(value_block.dtype), value_block, mixed, input_precision=PRECISION)
+        any_broken = tl.max(broken.to(tl.int32), 1)  # [BLOCK_N]
+        seen = (numbers[None, :] >= starts[:, None]) & (numbers[None, :] < stops[:, None])
+        spoiled = tl.maximum(spoiled, tl.max(seen.to(tl.int32) * any_broken[None, :], 1))
+    return tl.where((spoiled != 0)[:, None], float("nan"), mixed)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "token_starts", "token_stops"]
+)
+def _attention_qkv_kernel(
+    output: tl.tensor,  # [tokens, NUM_HEADS, 2 · HALF]
+    qkv: tl.tensor,  # [tokens, NUM_HEADS + 2 · NUM_HEADS / GROUP, 2 · HALF]
+    positions: tl.tensor,  # [tokens]
+    cos: tl.tensor,  # [positions, HALF]
+    sin: tl.tensor,
+    q_norm: tl.tensor,  # [2 · HALF]
+    k_norm: tl.tensor,
+    token_starts: tl.tensor,  # [tokens]
+    token_stops: tl.tensor,
+    num_tokens: tl.tensor,
+    epsilon: tl.tensor,
+    scale: tl.tensor,  # of the scores, as exponents of 2
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    ROWS: tl.constexpr = BLOCK_M * HEADS
+    SPLITS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    TOKEN_STRIDE: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    # Rows and bounds are those of `_attention_kernel`.
+    kv_head = tl.program_id(1) // SPLITS
+    first = tl.program_id(0) * BLOCK_M
+    last = tl.minimum(first + BLOCK_M, num_tokens) - 1
+    rows = tl.arange(0, ROWS)
+    tokens = tl.minimum(first + rows // HEADS, last)
+    in_group = tl.program_id(1) % SPLITS * HEADS + rows % HEADS
+    heads = kv_head * GROUP + tl.minimum(in_group, GROUP - 1)
+    stored = (first + rows // HEADS < num_tokens) & (in_group < GROUP)
+    starts = tl.load(token_starts + tokens)
+    stops = tl.load(token_stops + tokens)
+    lo = tl.load(token_starts + first)
+    hi = tl.load(token_stops + last)
+    if CAUSAL:
+        stops = tl.minimum(stops, tokens + 1)
+        hi = tl.minimum(hi, last + 1)
+
+    columns = tl.arange(0, HALF)
+    q_first = tl.load(q_norm + columns).to(tl.float32)[None, :]
+    q_second = tl.load(q_norm + HALF + columns).to(tl.float32)[None, :]
+    k_first = tl.load(k_norm + columns).to(tl.float32)[None, :]
+    k_second = tl.load(k_norm + HALF + columns).to(tl.float32)[None, :]
+    turns = tl.load(positions + tokens).to(tl.int64)[:, None] * HALF + columns[None, :]
+    cosines = tl.load(cos + turns)  # [ROWS, HALF]
+    sines = tl.load(sin + turns)
+    query_pointers = qkv + tokens.to(tl.int64)[:, None] * TOKEN_STRIDE + heads[:, None] * HEAD_DIM + columns[None, :]
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    query_halves = _normed_and_rotated(
+        tl.load(query_pointers), tl.load(query_pointers + HALF), q_first, q_second, cosines, sines, epsilon, 0.0
+    )  # [ROWS, HALF] each
+
+    largest = tl.full((ROWS,), -3.0e38, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    for block in tl.range(lo, hi, BLOCK_N):
+        keys = block + tl.arange(0, BLOCK_N)
+        real = (keys < hi)[:, None]
+        key_pointers = qkv + (
+            keys.to(tl.int64)[:, None] * TOKEN_STRIDE + (NUM_HEADS + kv_head) * HEAD_DIM + columns[None, :]
+        )
+        value_pointers = qkv + (
+            keys.to(tl.int64)[:, None] * TOKEN_STRIDE
+            + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM
+            + tl.arange(0, HEAD_DIM)[None, :]
+        )
+        value_block = tl.load(value_pointers, mask=real, other=0.0)  # [BLOCK_N, HEAD_DIM]
+        key_turns = tl.load(positions + keys, mask=keys < hi, other=0).to(tl.int64)[:, None] * HALF + columns[None, :]
+        # As values pass through registers here, those that are not finite are taken out at once, and their keys made
+        # NaN instead, which only rows of their own sequence see.
+        zeros_or_nan = value_block - value_block
+        value_block = tl.where(zeros_or_nan == 0.0, value_block, 0.0)
+        spoiled = tl.sum(zeros_or_nan.to(tl.float32), 1)  # [BLOCK_N]
+        key_halves = _normed_and_rotated(
+            tl.load(key_pointers, mask=real, other=0.0),
+            tl.load(key_pointers + HALF, mask=real, other=0.0),
+            k_first,
+            k_second,
+            tl.load(cos + key_turns),
+            tl.load(sin + key_turns),
+            epsilon,
+            spoiled,
+        )  # [BLOCK_N, HALF] each
+        scores = tl.dot(query_halves[0], tl.trans(key_halves[0]))
+        scores = tl.dot(query_halves[1], tl.trans(key_halves[1]), scores) * scale  # [ROWS, BLOCK_N]
+        scores = _hide(scores, keys, starts, stops)
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = tl.dot(weights.to(value_block.dtype), value_block, mixed * shrink[:, None])
+        largest = new_largest
+    output_pointers = output + tokens.to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM
+    result = (mixed / total[:, None]).to(output.dtype.element_ty)
+    tl.store(output_pointers + tl.arange(0, HEAD_DIM)[None, :], result, mask=stored[:, None])
+
+
+@triton.jit
+def _normed_and_rotated(
+    first: tl.tensor,
+    second: tl.tensor,
+    first_weights: tl.tensor,
+    second_weights: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    epsilon: tl.tensor,
+    spoiled: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """RMS norm and rotary embedding of two halves [rows, HALF] of heads; rows where `spoiled` is NaN become NaN."""
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    factors = (tl.rsqrt(tl.sum(x * x + y * y, 1) / (2 * first.shape[1]) + epsilon) + spoiled)[:, None]
+    x = x * factors * first_weights
+    y = y * factors * second_weights
+    return (x * cosines - y * sines).to(first.dtype), (y * cosines + x * sines).to(first.dtype)

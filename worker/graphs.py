@@ -1,0 +1,260 @@
+"""Whole forward passes as CUDA graphs, captured when they turn out to be needed.
+
+Launching a model's kernels one by one costs the host ten times what a small step costs the device. A graph replays
+all of them at once, for one capacity (`ragged.Capacity`) and attention backend: its key. Nothing about lengths is in
+it, so a few dozen keys serve any mix of requests.
+
+The first use of a key runs eagerly, which also compiles what it needs; from the second on a capture is wanted; it is
+made when there is nothing else to do or, under steady load, as often as a twentieth of the time allows; from then on
+the key is replayed. Whoever asks is thus never kept waiting for a capture that only others profit from. A key whose
+capture fails stays eager, and is reported.
+
+All graphs share one pool of memory: they run one after the other on one stream, and what a graph leaves is fetched
+behind it on that stream before the next one runs. The pool is bounded in bytes; the key that was used longest ago
+goes first. This module knows no model.
+
+Rejected: `torch.cuda.graph`, which synchronises the device and empties the allocator's caches at each capture.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.ragged import Capacity, dummy_lengths
+
+if TYPE_CHECKING:
+    from common.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+# Below about 200 tokens the weights are what takes the time and padding is free; above, it costs what it adds: 12 % at
+# worst, 3 % in the mean. Beyond 4,096 a step takes longer than its launches, so it runs eagerly, nearly unpadded.
+TOKEN_COUNTS = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 4097, 256))
+SEQUENCE_COUNTS = (8, 32, 128, 512, 2048)
+_EAGER_TOKEN_STEP = 64  # for the matrix products' sake
+
+_CAPTURE_SHARE = 0.05  # of the time, while batches wait
+_MAX_HOT_KEYS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    attention: str
+    capacity: Capacity
+    max_seqlen: int  # an upper bound for backends whose launch depends on it; 0 for the others
+
+
+Forward = Callable[[Key], torch.Tensor]
+
+
+def place(num_tokens: int, num_sequences: int) -> tuple[Capacity, bool]:
+    """The smallest capacity that takes a batch and its dummies, and whether it is worth a graph."""
+    index = bisect_left(TOKEN_COUNTS, num_tokens)
+    worth = index < len(TOKEN_COUNTS)
+    tokens = TOKEN_COUNTS[index] if worth else -(-num_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP
+    needed = num_sequences + len(dummy_lengths(tokens - num_tokens))
+    if worth and needed <= SEQUENCE_COUNTS[-1]:
+        return Capacity(tokens, SEQUENCE_COUNTS[bisect_left(SEQUENCE_COUNTS, needed)]), True
+    return Capacity(tokens, needed), False
+
+
+def largest_capacity(max_tokens: int) -> Capacity:
+    """One that has the words of every capacity that `place` can answer for up to so many tokens."""
+    tokens = max(-(-max_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP, TOKEN_COUNTS[-1])
+    return Capacity(tokens, tokens + 1)
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    output: torch.Tensor
+    size_bytes: int
+
+
+class GraphRunner:
+    """Runs forward passes on the current stream: eagerly, or by replaying. One thread calls it."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        warm_up: Callable[[Key], None],
+        *,
+        lazy: bool,
+        max_bytes: int,
+        hot_keys: Path,
+        metrics: Metrics,
+    ) -> None:
+        """
+        Args:
+            forward: launches a key's kernels on the inputs as they are; must not synchronise.
+            warm_up: runs `forward` eagerly on inputs made for it.
+            lazy: whether keys are captured as they come along; else never, unless `capture` is called.
+            max_bytes: of device memory that graphs may take.
+            hot_keys: file of the keys that were in use; they are captured first next time.
+        """
+        self._forward = forward
+        self._warm_up = warm_up
+        self._lazy = lazy
+        self._max_bytes = max_bytes
+        self._hot_keys = hot_keys
+        self._metrics = metrics
+        self._replays = metrics.graph_runs.labels("replay")  # looked up once: they are on every step's way
+        self._eager_runs = metrics.graph_runs.labels("eager")
+        self._pool: tuple[int, int] | None = None
+        self._captured: OrderedDict[Key, _Captured] = OrderedDict()  # the least recently used first
+        self._used: set[Key] = set()
+        self._wanted: OrderedDict[Key, None] = OrderedDict()
+        self._failed: dict[Key, str] = {}
+        self._size_bytes = 0
+        self._next_capture_s = 0.0
+        if lazy:
+            self._wanted.update(dict.fromkeys(self._read_hot_keys()))
+
+    def run(self, key: Key) -> torch.Tensor:
+        """Launch a key's forward pass; what it returns is valid until the next call, in the order of the stream."""
+        captured = self._captured.get(key)
+        if captured is not None:
+            self._captured.move_to_end(key)
+            self._replays.inc()
+            captured.graph.replay()
+            return captured.output
+        if key in self._used and self._lazy and key not in self._failed:
+            self._wanted[key] = None
+            if time.monotonic() >= self._next_capture_s and self.capture(key):
+                return self.run(key)
+        self._used.add(key)
+        self._eager_runs.inc()
+        return self._forward(key)
+
+    def tend(self) -> bool:
+        """Capture one key that is wanted, now that there is nothing else to do; False if there is none."""
+        if not self._wanted:
+            return False
+        key = next(iter(self._wanted))
+        self.capture(key)
+        return True
+
+    def capture(self, key: Key) -> bool:
+        """Capture a key now, unless it is; whether it is then."""
+        self._wanted.pop(key, None)
+        if key in self._captured:
+            return True
+        started_s = time.monotonic()
+        try:
+            if key not in self._used:
+                self._warm_up(key)
+                self._used.add(key)
+            captured = self._capture(key)
+        except Exception as error:  # noqa: BLE001  # whatever a capture dislikes: the key can still run eagerly
+            torch.cuda.synchronize()  # raises if the device itself is broken
+            self._forget_empty_pool()
+            self._failed[key] = f"{type(error).__name__}: {error}"
+            self._metrics.graph_captures.labels("failed").inc()
+            logger.warning("%s stays without a graph: %s", _text(key), self._failed[key])
+            return False
+        finally:
+            took_s = time.monotonic() - started_s
+            self._next_capture_s = time.monotonic() + took_s / _CAPTURE_SHARE
+        self._captured[key] = captured
+        self._size_bytes += captured.size_bytes
+        self._metrics.graph_captures.labels("done").inc()
+        self._metrics.graph_capture_seconds.observe(took_s)
+        logger.debug("captured %s in %.1f ms, %d bytes", _text(key), took_s * 1000, captured.size_bytes)
+        self._evict(keep=key)
+        self._metrics.graphs.set(len(self._captured))
+        self._metrics.graph_bytes.set(self._size_bytes)
+        self._write_hot_keys()
+        return True
+
+    def release(self) -> None:
+        """Give all graphs up: memory is short."""
+        while self._captured:
+            self._drop(next(iter(self._captured)))
+        self._metrics.graphs.set(0)
+        self._metrics.graph_bytes.set(0)
+
+    def keys(self) -> list[Key]:
+        """What is captured, the least recently used first."""
+        return list(self._captured)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def _capture(self, key: Key) -> _Captured:
+        free_before, _ = torch.cuda.mem_get_info()
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # thread_local: what other threads do meanwhile (waiting for an event) does not spoil the capture.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            output = self._forward(key)
+        except BaseException:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                pass  # it is the first error that says what went wrong
+            raise
+        graph.capture_end()
+        free_after, _ = torch.cuda.mem_get_info()
+        return _Captured(graph, output, max(0, free_before - free_after))
+
+    def _evict(self, keep: Key) -> None:
+        while self._size_bytes > self._max_bytes and len(self._captured) > 1:
+            oldest = next(key for key in self._captured if key != keep)
+            logger.info("dropped the graph of %s: all take %d bytes", _text(oldest), self._size_bytes)
+            self._drop(oldest)
+            self._metrics.graph_evictions.inc()
+
+    def _drop(self, key: Key) -> None:
+        # Its last replay may still run; memory that a graph uses is not to be freed under it.
+        torch.cuda.synchronize()
+        captured = self._captured.pop(key)
+        captured.graph.reset()
+        self._size_bytes -= captured.size_bytes
+        self._forget_empty_pool()
+
+    def _forget_empty_pool(self) -> None:
+        """torch gives a pool up with the last graph that uses it."""
+        if not self._captured:
+            self._pool = None
+
+    def _read_hot_keys(self) -> list[Key]:
+        try:
+            entries = json.loads(self._hot_keys.read_text())
+            return [
+                Key(entry["attention"], Capacity(**entry["capacity"]), entry["max_seqlen"])
+                for entry in entries[:_MAX_HOT_KEYS]
+            ]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.warning("%s is not a list of graphs, ignored: %s", self._hot_keys, error)
+            return []
+
+    def _write_hot_keys(self) -> None:
+        """Only a hint for the next start: the most recently used first, written whenever one is added."""
+        text = json.dumps([asdict(key) for key in reversed(self._captured)][:_MAX_HOT_KEYS])
+        temporary = self._hot_keys.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._hot_keys.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text)
+            temporary.replace(self._hot_keys)
+        except OSError as error:
+            logger.warning("%s cannot be written, the next start will be without it: %s", self._hot_keys, error)
+
+
+def _text(key: Key) -> str:
+    return f"{key.capacity.tokens} tokens x {key.capacity.sequences} sequences with {key.attention}"

@@ -1,0 +1,236 @@
+"""From hidden states of tokens to the bytes that cross to the host: pooling, then normalising and encoding.
+
+What both compute is said in `worker/pooling.py`, whose functions of the same names are the reference. A mean is added
+up in an order that depends on its sequence's length alone, so a row is the same in any batch. Where a token's row is
+its sequence's, nothing is pooled at all: the kernel that encodes reads it from the hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from common.protocol import FLOAT32, INT8
+from worker.kernels.launch import pdl_options
+from worker.pooling import FLAG_BYTES
+
+if TYPE_CHECKING:
+    from worker.checkpoint import Pooling
+
+# A tile of `pool`: 32 elements a thread with 4 warps, in flight at once. 64 columns are 128 bytes, one line of the
+# cache, and leave a single sequence of 1,024 columns 16 programs. To be measured.
+_POOL_TOKENS, _POOL_COLUMNS, _POOL_WARPS = 64, 64, 4
+
+# Source: torch.nn.functional.normalize, as in worker/pooling.py.
+_LEAST_NORM = 1e-12
+
+
+def pool_and_finish(
+    hidden: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    pooling: Pooling,
+    dimensions: torch.Tensor,
+    normalize: torch.Tensor,
+    encodings: torch.Tensor,
+) -> torch.Tensor:
+    """`finish` of `pool`: one kernel for the poolings "cls" and "last", two for the others.
+
+    Args:
+        hidden: [tokens, hidden], contiguous.
+        cu_seqlens: int32 [sequences + 1]; a sequence without tokens gets a row of zeros.
+        dimensions, normalize, encodings: int32 [sequences].
+
+    Returns uint8 [sequences, FLAG_BYTES + 4 · hidden].
+    """
+    if pooling in ("cls", "last"):
+        return _finish(hidden, cu_seqlens, pooling, dimensions, normalize, encodings)
+    return finish(pool(hidden, cu_seqlens, pooling), dimensions, normalize, encodings)
+
+
+def pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """One row a sequence: its first token's, its last token's, or the mean or maximum over all of them.
+
+    Args:
+        hidden: [tokens, hidden], contiguous.
+        cu_seqlens: int32 [sequences + 1]; a sequence without tokens gets a row of zeros.
+
+    Returns float32 [sequences, hidden].
+    """
+    num_sequences, num_columns = cu_seqlens.shape[0] - 1, hidden.shape[1]
+    rows = torch.empty((num_sequences, num_columns), dtype=torch.float32, device=hidden.device)
+    _pool_kernel[(triton.cdiv(num_columns, _POOL_COLUMNS), num_sequences)](
+        hidden,
+        cu_seqlens,
+        rows,
+        COLUMNS=num_columns,
+        POOLING=pooling,
+        TOKENS=_POOL_TOKENS,
+        BLOCK=_POOL_COLUMNS,
+        num_warps=_POOL_WARPS,
+        **pdl_options(hidden),
+    )
+    return rows
+
+
+def finish(
+    rows: torch.Tensor, dimensions: torch.Tensor, normalize: torch.Tensor, encodings: torch.Tensor
+) -> torch.Tensor:
+    """What each sequence asked for, as bytes behind a flag that says whether its row is finite.
+
+    Args:
+        rows: float32 [sequences, columns], contiguous.
+        dimensions, normalize, encodings: int32 [sequences].
+
+    Returns uint8 [sequences, FLAG_BYTES + 4 · columns].
+    """
+    return _finish(rows, None, None, dimensions, normalize, encodings)
+
+
+def _finish(
+    rows: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    pooling: Pooling | None,
+    dimensions: torch.Tensor,
+    normalize: torch.Tensor,
+    encodings: torch.Tensor,
+) -> torch.Tensor:
+    """The rows are those of sequences; with `cu_seqlens` those of tokens, of which `pooling` takes "cls" or "last"."""
+    num_sequences, num_columns = dimensions.shape[0], rows.shape[1]
+    finished = torch.empty((num_sequences, FLAG_BYTES + 4 * num_columns), dtype=torch.uint8, device=rows.device)
+    block = max(32, triton.next_power_of_2(num_columns))
+    _finish_kernel[(num_sequences,)](
+        rows,
+        cu_seqlens,
+        dimensions,
+        normalize,
+        encodings,
+        finished,
+        COLUMNS=num_columns,
+        POOLING=pooling,
+        BLOCK=block,
+        FLAG_BYTES=FLAG_BYTES,
+        LEAST_NORM=_LEAST_NORM,
+        FLOAT32=FLOAT32,
+        INT8=INT8,
+        num_warps=min(8, max(1, block // 256)),
+        **pdl_options(rows),
+    )
+    return finished
+
+
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens"])
+def _pool_kernel(
+    hidden: tl.tensor,  # [tokens, COLUMNS]
+    cu_seqlens: tl.tensor,  # [sequences + 1]
+    rows: tl.tensor,  # [sequences, COLUMNS]
+    COLUMNS: tl.constexpr,
+    POOLING: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(1)
+    start = tl.load(cu_seqlens + sequence).to(tl.int64)
+    stop = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    within = columns < COLUMNS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if POOLING == "cls" or POOLING == "last":
+        token = start if POOLING == "cls" else stop - 1
+        pooled = tl.load(hidden + token * COLUMNS + columns, mask=within & (stop > start), other=0.0).to(tl.float32)
+    else:
+        empty: tl.constexpr = float("-inf") if POOLING == "max" else 0.0
+        gathered = tl.full((TOKENS, BLOCK), empty, tl.float32)
+        for first in tl.range(start, stop, TOKENS, num_stages=3):
+            tokens = first + tl.arange(0, TOKENS)
+            values = tl.load(
+                hidden + tokens[:, None] * COLUMNS + columns[None, :],
+                mask=(tokens < stop)[:, None] & within[None, :],
+                other=empty,
+            ).to(tl.float32)
+            if POOLING == "max":
+                gathered = tl.maximum(gathered, values, propagate_nan=tl.PropagateNan.ALL)
+            else:
+                gathered += values
+        if POOLING == "max":
+            # `tl.max` loses a NaN.
+            broken = tl.max((gathered != gathered).to(tl.int32), 0) != 0
+            pooled = tl.where(broken, float("nan"), tl.max(gathered, 0))
+            pooled = tl.where(stop > start, pooled, 0.0)
+        else:
+            pooled = tl.sum(gathered, 0) / tl.maximum(stop - start, 1).to(tl.float32)
+    tl.store(rows + sequence.to(tl.int64) * COLUMNS + columns, pooled, mask=within)
+
+
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "dimensions", "normalize", "encodings"])
+def _finish_kernel(
+    rows: tl.tensor,  # [sequences or tokens, COLUMNS]
+    cu_seqlens: tl.tensor | None,  # [sequences + 1] where the rows are those of tokens
+    dimensions: tl.tensor,  # [sequences]
+    normalize: tl.tensor,
+    encodings: tl.tensor,
+    finished: tl.tensor,  # uint8 [sequences, FLAG_BYTES + 4 · COLUMNS]
+    COLUMNS: tl.constexpr,
+    POOLING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FLAG_BYTES: tl.constexpr,
+    LEAST_NORM: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    INT8: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0).to(tl.int64)
+    num_columns = tl.load(dimensions + sequence)
+    encoding = tl.load(encodings + sequence)
+    normalized = tl.load(normalize + sequence) != 0
+    columns = tl.arange(0, BLOCK)
+    within = columns < COLUMNS
+    if cu_seqlens is None:
+        row = sequence
+        present = within
+    else:
+        start = tl.load(cu_seqlens + sequence).to(tl.int64)
+        stop = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+        row = start if POOLING == "cls" else stop - 1
+        present = within & (stop > start)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # The whole row, so that the load is of 16 bytes a thread whatever `dimensions` says.
+    values = tl.load(rows + row * COLUMNS + columns, mask=present, other=0.0).to(tl.float32)
+    counts = columns < num_columns
+    values = tl.where(counts, values, 0.0)
+    squared = tl.sum(values * values, 0)
+    is_finite = squared < float("inf")  # false for a NaN too
+
+    flag = finished + sequence * (FLAG_BYTES + 4 * COLUMNS)
+    # In words of four bytes, the lowest first: the flag and its zeros are one, and so is a float32 column.
+    tl.static_assert(FLAG_BYTES == 4)
+    tl.store(flag.to(tl.pointer_type(tl.int32), bitcast=True), is_finite.to(tl.int32))
+    codes = flag + FLAG_BYTES
+    words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    if encoding == FLOAT32:
+        divisor = tl.where(normalized, tl.maximum(tl.sqrt_rn(squared), LEAST_NORM), 1.0)
+        divisor = tl.where(is_finite, divisor, float("nan"))
+        tl.store(words + columns, tl.div_rn(values, divisor).to(tl.int32, bitcast=True), mask=within)
+    else:
+        # Bytes that are not needed are 0: whole words from `num_words` on, and up to three bytes before them.
+        if encoding == INT8:
+            num_words = (COLUMNS + 3) // 4
+            whole = tl.where(is_finite, values, 0.0)
+            scaled = (1.0 - 2.0 / (tl.exp(2.0 * whole) + 1.0)) * 127.0  # tanh
+            rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 · 2²³: what is left has no fraction, halves went to even
+            tl.store(codes + columns, rounded.to(tl.int8).to(tl.uint8, bitcast=True), mask=columns < 4 * num_words)
+        else:
+            num_words = (COLUMNS + 31) // 32
+            ones = ((tl.where(is_finite, values, -1.0) >= 0) & counts).to(tl.int32).reshape(BLOCK // 8, 8)
+            bits = tl.sum(ones << tl.arange(0, 8)[None, :], 1)
+            tl.store(codes + tl.arange(0, BLOCK // 8), bits.to(tl.uint8), mask=tl.arange(0, BLOCK // 8) < 4 * num_words)
+        tl.store(words + columns, 0, mask=(columns >= num_words) & within)

@@ -1,0 +1,258 @@
+"""A model's forward pass from a batch to finished rows: plainly on a CPU, by graphs on a GPU.
+
+Both runners have the same three methods, so the engine does not ask where it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from common.protocol import Batch, row_bytes
+from worker.attention import HeadShape
+from worker.attention.reference import ReferenceAttention
+from worker.attention.sdpa import SdpaAttention
+from worker.attention.select import select
+from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place
+from worker.lazy import LazyTensor, Rows
+from worker.pooling import FLAG_BYTES, finish, pool
+from worker.ragged import Capacity, RaggedBatch, as_reference, load_sorted
+from worker.staging import Staging
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from common.config import WorkerConfig
+    from common.metrics import Metrics
+    from worker.attention import Attention
+    from worker.attention.select import Selection
+    from worker.checkpoint import Pooling
+    from worker.models import Model
+
+
+class Runner(Protocol):
+    def run(self, batch: Batch) -> LazyTensor:
+        """Launch a checked batch."""
+
+    def tend(self) -> bool:
+        """Do a piece of work that nobody waits for; False if there is none."""
+
+    def release_memory(self) -> None:
+        """Give up what is kept for speed alone."""
+
+
+class HostRunner:
+    """On a CPU: everything has happened when `run` returns."""
+
+    def __init__(self, model: Model, pooling: Pooling) -> None:
+        self._model = model
+        self._pooling = pooling
+        self._attention = SdpaAttention()
+
+    def run(self, batch: Batch) -> LazyTensor:
+        ragged, restore = load_sorted(batch, self._attention)
+        output = _forward(self._model, ragged, self._pooling).index_select(0, restore)
+        stop = FLAG_BYTES + row_width(batch, self._model.hidden_size)
+        rows = Rows(output[:, FLAG_BYTES:stop].contiguous().numpy(), output[:, 0].numpy())
+        return LazyTensor(lambda: rows)
+
+    def tend(self) -> bool:
+        return False
+
+    def release_memory(self) -> None:
+        pass
+
+
+class DeviceRunner:
+    """On a GPU: `run` returns once all is launched. One thread calls it, whose current stream it sets for good."""
+
+    def __init__(
+        self,
+        model: Model,
+        pooling: Pooling,
+        selection: Selection,
+        config: WorkerConfig,
+        *,
+        largest_batch_tokens: int,
+        device: torch.device,
+        hot_keys: Path,
+        metrics: Metrics,
+    ) -> None:
+        """`largest_batch_tokens` bounds every batch that will come."""
+        self._model = model
+        self._pooling = pooling
+        self._selection = selection
+        self._large_runs = metrics.graph_runs.labels("large")  # looked up once: it is on every step's way
+        self._real_tokens = metrics.step_tokens.labels("real")
+        self._padding_tokens = metrics.step_tokens.labels("padding")
+        self._staging = Staging(largest_capacity(largest_batch_tokens), device)
+        self._instances: dict[Key, Attention] = {}
+        self.graphs = GraphRunner(
+            self._forward,
+            self._warm_up,
+            lazy=config.graphs != "off",
+            max_bytes=config.max_graph_bytes,
+            hot_keys=hot_keys,
+            metrics=metrics,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        model: Model,
+        pooling: Pooling,
+        config: WorkerConfig,
+        *,
+        max_tokens: int,
+        largest_batch_tokens: int,
+        device: torch.device,
+        fingerprint: str,
+        metrics: Metrics,
+    ) -> DeviceRunner:
+        """With the attention that the configuration asks for.
+
+        Raises:
+            ModelError: that attention is not there, or cannot do this model's heads.
+        """
+        cache = Path(config.cache_dir)
+        heads = HeadShape(
+            model.num_heads, model.num_kv_heads, model.head_dim, model.causal, next(model.parameters()).dtype
+        )
+        selection = select(
+            config.attention,
+            heads,
+            device,
+            cache / f"attention-{heads.num_heads}-{heads.num_kv_heads}-{heads.head_dim}-{max_tokens}.json",
+            num_layers=len(model.layers),
+            max_tokens=max_tokens,
+        )
+        return cls(
+            model,
+            pooling,
+            selection,
+            config,
+            largest_batch_tokens=largest_batch_tokens,
+            device=device,
+            hot_keys=cache / f"graphs-{fingerprint}.json",
+            metrics=metrics,
+        )
+
+    @property
+    def attention(self) -> str:
+        """Which backends were chosen, and for what, for people."""
+        return self._selection.describe()
+
+    def backends(self) -> list[Attention]:
+        """All that may be used."""
+        return self._selection.backends()
+
+    def capture_ladder(self, longest: int) -> int:
+        """Capture the capacities that steps of ordinary length have, all of them; how many."""
+        for tokens in reversed(TOKEN_COUNTS):  # the largest first: what it leaves in the pool serves the others
+            for sequences in SEQUENCE_COUNTS:
+                if sequences <= tokens // 4:
+                    length = min(longest, max(1, tokens // sequences))
+                    backend = self._selection.choose(tokens, sequences, length)
+                    self.graphs.capture(_key(backend, Capacity(tokens, sequences), length))
+        return len(self.graphs.keys())
+
+    def run(self, batch: Batch) -> LazyTensor:
+        return self.run_with(batch, None)
+
+    def run_with(self, batch: Batch, backend: Attention | None, *, capture: bool = False) -> LazyTensor:
+        """Launch a checked batch with this attention backend (None: the one that is chosen for its shape).
+
+        With `capture` its graph is made first, if its capacity is worth one.
+        """
+        num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
+        capacity, worth = place(num_tokens, num_sequences)
+        longest = int(batch.lengths.max())
+        if backend is None:
+            backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
+        key = _key(backend, capacity, longest)
+        slot, offsets = self._staging.load(batch, capacity)
+        try:
+            # A capacity that is seen once needs nothing that is kept for the next time.
+            instance = self._instance(key, backend) if worth else backend
+            instance.prepare(offsets)
+            if capture and worth:
+                self.graphs.capture(key)
+            output = self.graphs.run(key) if worth else self._forward(key, backend)
+        except BaseException:
+            self._staging.give_back(slot)
+            raise
+        if not worth:
+            self._large_runs.inc()
+        self._real_tokens.inc(num_tokens)
+        self._padding_tokens.inc(capacity.tokens - num_tokens)
+        return self._staging.collect(slot, output, num_sequences, row_width(batch, self._model.hidden_size))
+
+    def reference(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """The batch's rows with every product in float32 and attention by its formula; waits for them.
+
+        The weights are those that are served, so what is compared is the arithmetic.
+        """
+        capacity, _ = place(len(batch.token_ids), len(batch.lengths))
+        slot, _ = self._staging.load(batch, capacity)
+        try:
+            ragged = capacity.views(self._staging.block, ReferenceAttention(), capacity.tokens)
+            output = _forward(self._model, as_reference(ragged, ReferenceAttention()), self._pooling)
+            return output[: len(batch.lengths), FLAG_BYTES:].cpu().numpy().view(np.float32)
+        finally:
+            self._staging.give_back(slot)
+
+    def tend(self) -> bool:
+        return self.graphs.tend()
+
+    def release_memory(self) -> None:
+        self.graphs.release()
+        torch.cuda.empty_cache()
+
+    def _forward(self, key: Key, attention: Attention | None = None) -> torch.Tensor:
+        """Launch a key's kernels on the inputs as they are, with this attention; if None, with the one it keeps."""
+        bound = key.max_seqlen or key.capacity.tokens
+        ragged = key.capacity.views(self._staging.block, attention or self._instances[key], bound)
+        return _forward(self._model, ragged, self._pooling)
+
+    def _warm_up(self, key: Key) -> None:
+        """Run a key that has not come along yet, on dummies."""
+        backend = self._selection.named(key.attention)
+        slot, offsets = self._staging.load(None, key.capacity)
+        try:
+            self._instance(key, backend).prepare(offsets)
+            self._forward(key)
+        finally:
+            torch.cuda.current_stream().synchronize()  # before the slot may be filled again
+            self._staging.give_back(slot)
+
+    def _instance(self, key: Key, backend: Attention) -> Attention:
+        """What the graph of a key keeps to itself; made once."""
+        instance = self._instances.get(key)
+        if instance is None:
+            instance = self._instances[key] = backend.at(key.capacity.tokens, key.capacity.sequences)
+        return instance
+
+
+@torch.inference_mode()
+def _forward(model: Model, ragged: RaggedBatch, pooling: Pooling) -> torch.Tensor:
+    """uint8 [sequences, FLAG_BYTES + 4 * hidden], see `pooling.finish`."""
+    hidden = model(ragged)
+    wanted = (ragged.dimensions, ragged.normalize, ragged.encodings)
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        from worker.kernels.tail import pool_and_finish
+
+        return pool_and_finish(hidden, ragged.cu_seqlens, pooling, *wanted)
+    return finish(pool(hidden, ragged.cu_seqlens, pooling), *wanted)
+
+
+def row_width(batch: Batch, dimensions: int) -> int:
+    """Bytes of the widest row that a batch asks for."""
+    return row_bytes(int(batch.encodings.min()), dimensions)
+
+
+def _key(backend: Attention, capacity: Capacity, longest: int) -> Key:
+    """With a bound on the longest sequence, a power of two from 128 on, where the backend's launch depends on one."""
+    return Key(backend.name, capacity, max(128, 1 << (longest - 1).bit_length()) if backend.needs_max_seqlen else 0)

@@ -1,0 +1,114 @@
+"""The way to a GPU and back: buffers that belong to steps, and one block of inputs at a fixed address.
+
+    batch → a slot's pinned input → the block (fixed address: graphs read it) → forward pass
+          → the slot's device output → the slot's pinned output → LazyTensor
+
+A slot is on loan to a step from its launch until its rows were read, so a buffer is never written while a copy reads
+it. The input's copy is in the compute stream: the block may be written only once the step before has read it, so
+there is nothing that a stream of its own could overlap (512 tokens are 9 KB, about 3 µs). The output's copy is on a
+stream of its own, and it is whoever waits for the rows that launches it: what the launching thread does for a step is
+what the device waits for between two steps. That thread only has the rows moved out of the way of the next step, within
+the device.
+"""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.lazy import LazyTensor, Rows
+from worker.pooling import FLAG_BYTES
+from worker.ragged import Capacity
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from common.protocol import Batch
+
+# One runs, one is launched behind it, one is being filled.
+_NUM_SLOTS = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    pinned_input: torch.Tensor  # int32
+    host_input: npt.NDArray[np.int32]  # the same memory
+    device_output: torch.Tensor  # uint8, grown as needed
+    pinned_output: torch.Tensor  # uint8, likewise
+    launched: torch.cuda.Event  # the rows are in device_output
+    copied: torch.cuda.Event  # and in pinned_output
+
+
+class Staging:
+    """`load` and `collect` are for the thread that launches; rows may be read on any one other, or on the same."""
+
+    def __init__(self, largest: Capacity, device: torch.device) -> None:
+        """Room for any capacity whose `num_words` are at most those of the largest."""
+        self._device = device
+        self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's gap
+        self.block = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
+        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for _ in range(_NUM_SLOTS):
+            pinned = torch.zeros(largest.num_words, dtype=torch.int32, pin_memory=True)
+            empty = torch.empty(0, dtype=torch.uint8)
+            launched = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's gap
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's gap
+            self._free.put(_Slot(pinned, pinned.numpy(), empty.to(device), empty, launched, copied))
+
+    def load(self, batch: Batch | None, capacity: Capacity) -> tuple[_Slot, npt.NDArray[np.int32]]:
+        """Start a checked batch (None: nothing but dummies) on its way into the block; its slot, and its cu_seqlens on
+        the host.
+
+        Waits for a slot where three steps are unread.
+        """
+        slot = self._free.get()
+        try:
+            offsets = capacity.fill(batch, slot.host_input)
+            size = capacity.num_words
+            self.block[:size].copy_(slot.pinned_input[:size], non_blocking=True)
+        except BaseException:
+            self._free.put(slot)
+            raise
+        return slot, offsets
+
+    def give_back(self, slot: _Slot) -> None:
+        """Of a step that was not launched after all."""
+        self._free.put(slot)
+
+    def collect(self, slot: _Slot, output: torch.Tensor, num_sequences: int, width: int) -> LazyTensor:
+        """Keep `width` bytes of each of the first rows for whoever reads them.
+
+        Args:
+            output: uint8 [at least num_sequences, FLAG_BYTES + at least width], as `pooling.finish` gives it; the next
+                step may overwrite it.
+        """
+        shape = (num_sequences, FLAG_BYTES + width)
+        size = shape[0] * shape[1]
+        self._grow(slot, size)
+        slot.device_output[:size].view(shape).copy_(output[:num_sequences, : shape[1]])
+        slot.launched.record()
+
+        def read() -> Rows:
+            try:
+                with torch.cuda.stream(self._copy_stream):
+                    slot.launched.wait()
+                    slot.pinned_output[:size].copy_(slot.device_output[:size], non_blocking=True)
+                    slot.copied.record()
+                slot.copied.synchronize()
+                host = slot.pinned_output[:size].numpy().reshape(shape)
+                return Rows(host[:, FLAG_BYTES:].copy(), host[:, 0].copy())
+            finally:
+                self._free.put(slot)
+
+        return LazyTensor(read, slot.launched.query)
+
+    def _grow(self, slot: _Slot, size: int) -> None:
+        """Make room for an output. The slot is on loan, so nothing reads the old buffers any more."""
+        if slot.pinned_output.numel() < size:
+            size = max(size, 2 * slot.pinned_output.numel(), 1 << 18)
+            slot.device_output = torch.empty(size, dtype=torch.uint8, device=self._device)
+            slot.pinned_output = torch.empty(size, dtype=torch.uint8, pin_memory=True)
