@@ -11,6 +11,8 @@ layers.
 The floor is the larger of two ceilings measured on an H200: inputs and output over 4.3 TB/s, or the two products over
 790 TFLOP/s (bf16, of the sequences' own lengths; half of that if causal). Results are compared with the formula in
 float32 on up to 16 sequences; the largest error of each backend, relative where outputs are above 1, is printed below.
+A backend that fails has no time in that row. One that breaks the device (an illegal access) ends the run: it is named,
+what was measured before is written, and the status is 1.
 
 Without --backends all that are ready take part; those named are compiled first if they have to be. Machine: any CUDA
 device; the table takes about a minute. Prints a table; the last line is one JSON object.
@@ -23,6 +25,7 @@ import json
 import logging
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,6 +117,20 @@ class Timing:
     cosine: float
 
 
+class DeviceLost(RuntimeError):
+    """The device answers nothing but errors any more; the text says what it was doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one backend launches, and all that its graph reads: that must not be freed before it."""
+
+    instance: Attention
+    offsets: npt.NDArray[np.int32]
+    batch: RaggedBatch
+    launch: Callable[[], object]
+
+
 class Run:
     """One shape of work: its inputs, and what the formula makes of them."""
 
@@ -133,43 +150,59 @@ class Run:
         self._expected = torch.cat(expected)
 
     def measure(self, backends: list[Attention], pool: GraphPool) -> dict[str, Timing]:
-        """All backends take turns; one that fails is left out, and said."""
+        """All backends take turns; one that fails is left out, and said.
+
+        Raises DeviceLost: a backend broke the device.
+        """
         timings: dict[str, Timing] = {}
-        launches = {}
+        turns: dict[str, Turn] = {}
         for backend in backends:
-            batch, offsets = ragged(self._work.lengths(), self._work.capacity, self._device, backend)
-            instance = backend.at(self._work.capacity.tokens, self._work.capacity.sequences)
-            prepares_us = []
-            for _ in range(NUM_PREPARES):
-                started_ns = time.perf_counter_ns()
-                instance.prepare(offsets)
-                prepares_us.append((time.perf_counter_ns() - started_ns) / 1e3)
             try:
-                output = self._call(instance, batch)
-                error, cosine = compare(torch.cat([output[span] for span in self._spans]), self._expected)
-                launches[backend.name] = (
-                    instance,
-                    offsets,
-                    pool.repeated(lambda i=instance, b=batch: self._call(i, b), NUM_CALLS),
-                )
+                turns[backend.name], timings[backend.name] = self._begin(backend, pool)
             except Exception:  # other people's kernels raise what they like
                 logger.exception("%s failed at %s", backend.name, self._work)
-                continue
-            timings[backend.name] = Timing(0.0, statistics.median(prepares_us), error, cosine)
-        samples_ms: dict[str, list[float]] = {name: [] for name in launches}
-        turn, num_turns = -1, NUM_TURNS
-        while turn < num_turns:
-            for name, (instance, offsets, launch) in launches.items():
-                instance.prepare(offsets)
-                launch_ms = elapsed_ms(launch)
-                if turn >= 0:
+                self._check_device(backend.name)
+        samples_ms: dict[str, list[float]] = {name: [] for name in turns}
+        index, num_turns = -1, NUM_TURNS
+        while index < num_turns:
+            for name, turn in list(turns.items()):
+                try:
+                    turn.instance.prepare(turn.offsets)
+                    launch_ms = elapsed_ms(turn.launch)
+                except Exception:  # as above
+                    logger.exception("%s failed at %s", name, self._work)
+                    self._check_device(name)
+                    del turns[name], timings[name]
+                    continue
+                if index >= 0:
                     samples_ms[name].append(launch_ms)
                 elif launch_ms > LONG_MS:
                     num_turns = NUM_TURNS_IF_LONG
-            turn += 1
-        for name, launches_ms in samples_ms.items():
-            timings[name].us = statistics.median(launches_ms) * 1e3 / NUM_CALLS
+            index += 1
+        for name, timing in timings.items():
+            timing.us = statistics.median(samples_ms[name]) * 1e3 / NUM_CALLS
         return timings
+
+    def _begin(self, backend: Attention, pool: GraphPool) -> tuple[Turn, Timing]:
+        """A checked backend, ready to take turns, and its timing but for the device's part."""
+        batch, offsets = ragged(self._work.lengths(), self._work.capacity, self._device, backend)
+        instance = backend.at(self._work.capacity.tokens, self._work.capacity.sequences)
+        prepares_us = []
+        for _ in range(NUM_PREPARES):
+            started_ns = time.perf_counter_ns()
+            instance.prepare(offsets)
+            prepares_us.append((time.perf_counter_ns() - started_ns) / 1e3)
+        output = self._call(instance, batch)
+        error, cosine = compare(torch.cat([output[span] for span in self._spans]), self._expected)
+        launch = pool.repeated(lambda: self._call(instance, batch), NUM_CALLS)
+        return Turn(instance, offsets, batch, launch), Timing(0.0, statistics.median(prepares_us), error, cosine)
+
+    def _check_device(self, name: str) -> None:
+        """Raises DeviceLost: what just failed left the device unusable."""
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise DeviceLost(f"{name} at {self._work}: {error}") from error
 
     def _call(self, instance: Attention, batch: RaggedBatch) -> torch.Tensor:
         return instance(self._query, self._key, self._value, batch, causal=self._shape.causal)
@@ -202,59 +235,75 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     device = torch.device("cuda")
-    rows = []
+    device_name = torch.cuda.get_device_name(device)
+    rows: list[dict[str, object]] = []
     started_s = time.monotonic()
+    failure = None
     with torch.cuda.stream(torch.cuda.Stream(device)):
         pool = GraphPool(device)
-        for shape_name in args.shapes.split(","):
-            shape = replace(SHAPES[shape_name], causal=args.causal)
-            backends = open_backends([name for name in args.backends.split(",") if name], shape, device)
-            print(
-                f"\n{shape_name}, {'causal' if shape.causal else 'bidirectional'}: µs of one layer (host µs of a batch)"
-            )
-            columns = [backend.name for backend in backends]
-            print(
-                f"{'sequences':>14}{'tokens':>7}{'S':>5}"
-                + "".join(f"{name:>20}" for name in columns)
-                + f"{'floor':>10}"
-            )
-            worst: dict[str, float] = dict.fromkeys(columns, 0.0)
-            for work in WORKS:
-                timings = Run(shape, work, device).measure(backends, pool)
-                torch.cuda.empty_cache()
-                floor = floor_us(shape, work.capacity, work.lengths())
-                cells = ""
-                for name in columns:
-                    timing = timings.get(name)
-                    cells += f"{'–' if timing is None else f'{timing.us:.1f} ({timing.prepare_us:.0f})':>20}"
-                    worst[name] = max(worst[name], 0.0 if timing is None else timing.error)
-                head = f"{work.num_sequences} × ≤{work.longest}"
-                print(
-                    f"{head:>14}{work.capacity.tokens:>7}{work.capacity.sequences:>5}{cells}{floor:>10.2f}", flush=True
-                )
-                rows.append(
-                    {
-                        "shape": shape_name,
-                        "sequences": work.num_sequences,
-                        "longest": work.longest,
-                        "tokens": work.capacity.tokens,
-                        "capacity": work.capacity.sequences,
-                        "floor_us": floor,
-                        "backends": {name: asdict(timing) for name, timing in timings.items()},
-                    }
-                )
-            print("largest error: " + ", ".join(f"{name} {error:.4f}" for name, error in worst.items()))
+        try:
+            for shape_name in args.shapes.split(","):
+                shape = replace(SHAPES[shape_name], causal=args.causal)
+                backends = open_backends([name for name in args.backends.split(",") if name], shape, device)
+                print_rows(shape_name, shape, backends, pool, device, rows)
+        except DeviceLost as error:
+            failure = str(error)
+            print(f"the device is lost, stopping: {failure}")
     result = {
         "benchmark": "attention",
-        "device": torch.cuda.get_device_name(device),
+        "device": device_name,
         "torch": torch.__version__,
         "causal": args.causal,
         "took_s": round(time.monotonic() - started_s, 1),
+        "failure": failure,
         "rows": rows,
     }
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=1))
     print(json.dumps(result))
+    if failure is not None:
+        raise SystemExit(1)
+
+
+def print_rows(
+    shape_name: str,
+    shape: HeadShape,
+    backends: list[Attention],
+    pool: GraphPool,
+    device: torch.device,
+    rows: list[dict[str, object]],
+) -> None:
+    """Measure one head shape, print its table and add it to `rows`.
+
+    Raises DeviceLost: a backend broke the device.
+    """
+    print(f"\n{shape_name}, {'causal' if shape.causal else 'bidirectional'}: µs of one layer (host µs of a batch)")
+    columns = [backend.name for backend in backends]
+    print(f"{'sequences':>14}{'tokens':>7}{'S':>5}" + "".join(f"{name:>20}" for name in columns) + f"{'floor':>10}")
+    worst: dict[str, float] = dict.fromkeys(columns, 0.0)
+    for work in WORKS:
+        timings = Run(shape, work, device).measure(backends, pool)
+        torch.cuda.empty_cache()
+        floor = floor_us(shape, work.capacity, work.lengths())
+        cells = ""
+        for name in columns:
+            timing = timings.get(name)
+            cells += f"{'–' if timing is None else f'{timing.us:.1f} ({timing.prepare_us:.0f})':>20}"
+            worst[name] = max(worst[name], 0.0 if timing is None else timing.error)
+        head = f"{work.num_sequences} × ≤{work.longest}"
+        print(f"{head:>14}{work.capacity.tokens:>7}{work.capacity.sequences:>5}{cells}{floor:>10.2f}", flush=True)
+        rows.append(
+            {
+                "shape": shape_name,
+                "sequences": work.num_sequences,
+                "longest": work.longest,
+                "tokens": work.capacity.tokens,
+                "capacity": work.capacity.sequences,
+                "floor_us": floor,
+                "backends": {name: asdict(timing) for name, timing in timings.items()},
+            }
+        )
+    print("largest error: " + ", ".join(f"{name} {error:.4f}" for name, error in worst.items()))
 
 
 if __name__ == "__main__":

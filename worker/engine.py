@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -201,13 +202,17 @@ class Engine:
     def _warm_up(self) -> None:
         """Run what first comes along once, so that no request pays for it: kernels made, memory grown.
 
-        Bounded in time: a step of the full budget is skipped where it would take too long.
+        On a CPU bounded in time: a step of the full budget is skipped where it would take too long. On a GPU another
+        kernel may be made at every power of two, which takes longer than any step.
         """
-        deadline_s = time.monotonic() + _WARM_UP_S
+        deadline_s = time.monotonic() + (_WARM_UP_S if self._device.type == "cpu" else math.inf)
         longest = self._limits.max_tokens
         budget = self._facts.max_batch_tokens
+        steps = [[1], [3], [min(10, longest)], [1, min(30, longest), min(7, longest)], _full(budget, longest)]
+        if self._device.type == "cuda":
+            steps += [_full(1 << power, longest) for power in range(6, budget.bit_length())]
         s_per_token = 0.0
-        for lengths in ([1], [3], [min(10, longest)], [1, min(30, longest), min(7, longest)], _full(budget, longest)):
+        for lengths in steps:
             if time.monotonic() + s_per_token * sum(lengths) > deadline_s:
                 break
             s_per_token = self._seconds(self._warm_up_batch(lengths)) / sum(lengths)

@@ -25,9 +25,9 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -48,8 +48,7 @@ _CAPTURE_SHARE = 0.05  # of the time, while batches wait
 _MAX_HOT_KEYS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     attention: str
     capacity: Capacity
     max_seqlen: int  # an upper bound for backends whose launch depends on it; 0 for the others
@@ -125,17 +124,19 @@ class GraphRunner:
         """Launch a key's forward pass; what it returns is valid until the next call, in the order of the stream."""
         captured = self._captured.get(key)
         if captured is not None:
+            captured.graph.replay()
+            # After the launch, which the device may be waiting for.
             self._captured.move_to_end(key)
             self._replays.inc()
-            captured.graph.replay()
             return captured.output
         if key in self._used and self._lazy and key not in self._failed:
             self._wanted[key] = None
             if time.monotonic() >= self._next_capture_s and self.capture(key):
                 return self.run(key)
         self._used.add(key)
+        output = self._forward(key)
         self._eager_runs.inc()
-        return self._forward(key)
+        return output
 
     def tend(self) -> bool:
         """Capture one key that is wanted, now that there is nothing else to do; False if there is none."""
@@ -235,8 +236,8 @@ class GraphRunner:
         try:
             entries = json.loads(self._hot_keys.read_text())
             return [
-                Key(entry["attention"], Capacity(**entry["capacity"]), entry["max_seqlen"])
-                for entry in entries[:_MAX_HOT_KEYS]
+                Key(str(attention), Capacity(int(tokens), int(sequences)), int(max_seqlen))
+                for attention, (tokens, sequences), max_seqlen in entries[:_MAX_HOT_KEYS]
             ]
         except FileNotFoundError:
             return []
@@ -246,7 +247,7 @@ class GraphRunner:
 
     def _write_hot_keys(self) -> None:
         """Only a hint for the next start: the most recently used first, written whenever one is added."""
-        text = json.dumps([asdict(key) for key in reversed(self._captured)][:_MAX_HOT_KEYS])
+        text = json.dumps([*reversed(self._captured)][:_MAX_HOT_KEYS])
         temporary = self._hot_keys.with_suffix(f".{os.getpid()}.tmp")
         try:
             self._hot_keys.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ Everything that a batch claims is checked here, once; below nothing is checked a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -141,8 +141,7 @@ def _groups(lengths: npt.NDArray[np.int32], starts: npt.NDArray[np.int32]) -> tu
 # --- at fixed addresses, on a GPU ---
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is the fastest
     """How many tokens and sequences a launch has room for; fewer are filled up with dummies."""
 
     tokens: int
@@ -178,11 +177,12 @@ class Capacity:
         offsets = buffer[first : first + sequences + 1]
         of_sequences = buffer[first + _aligned(sequences + 1) : self.num_words].reshape(3, -1)[:, :sequences]
         offsets[0] = 0
-        np.cumsum(lengths, out=offsets[1:])
+        lengths.cumsum(out=offsets[1:])
         token_ids[num_tokens:] = 0
-        token_starts[:] = np.repeat(offsets[:-1], lengths)
-        token_stops[:] = np.repeat(offsets[1:], lengths)
+        token_starts[:] = offsets[:-1].repeat(lengths)
+        token_stops[:] = offsets[1:].repeat(lengths)
         np.subtract(np.arange(tokens, dtype=np.int32), token_starts, out=positions)
+        positions[num_tokens:] = 0  # a dummy may be longer than the model has positions for
         of_sequences[:, num_sequences:] = 0
         if batch is not None:
             token_ids[:num_tokens] = batch.token_ids

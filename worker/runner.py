@@ -88,7 +88,7 @@ class DeviceRunner:
         self._large_runs = metrics.graph_runs.labels("large")  # looked up once: it is on every step's way
         self._real_tokens = metrics.step_tokens.labels("real")
         self._padding_tokens = metrics.step_tokens.labels("padding")
-        self._staging = Staging(largest_capacity(largest_batch_tokens), device)
+        self._staging = Staging(largest_capacity(largest_batch_tokens), torch.cuda.current_stream(device))
         self._instances: dict[Key, Attention] = {}
         self.graphs = GraphRunner(
             self._forward,
@@ -184,11 +184,12 @@ class DeviceRunner:
         except BaseException:
             self._staging.give_back(slot)
             raise
+        lazy = self._staging.collect(slot, output, num_sequences, row_width(batch, self._model.hidden_size))
         if not worth:
             self._large_runs.inc()
         self._real_tokens.inc(num_tokens)
         self._padding_tokens.inc(capacity.tokens - num_tokens)
-        return self._staging.collect(slot, output, num_sequences, row_width(batch, self._model.hidden_size))
+        return lazy
 
     def reference(self, batch: Batch) -> npt.NDArray[np.float32]:
         """The batch's rows with every product in float32 and attention by its formula; waits for them.

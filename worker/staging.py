@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
 # One runs, one is launched behind it, one is being filled.
 _NUM_SLOTS = 3
+_MAX_KEPT_VIEWS = 1024  # a slot; graphs need about a hundred, the rest is for large steps of all sizes
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     pinned_input: torch.Tensor  # int32
     host_input: npt.NDArray[np.int32]  # the same memory
+    # By number of words: where they are, and where they go. Cutting tensors costs as much as copying them.
+    inputs: dict[int, tuple[torch.Tensor, torch.Tensor]]
     device_output: torch.Tensor  # uint8, grown as needed
     pinned_output: torch.Tensor  # uint8, likewise
     launched: torch.cuda.Event  # the rows are in device_output
@@ -46,9 +49,11 @@ class _Slot:
 class Staging:
     """`load` and `collect` are for the thread that launches; rows may be read on any one other, or on the same."""
 
-    def __init__(self, largest: Capacity, device: torch.device) -> None:
-        """Room for any capacity whose `num_words` are at most those of the largest."""
+    def __init__(self, largest: Capacity, stream: torch.cuda.Stream) -> None:
+        """Room for any capacity whose `num_words` are at most those of the largest. `stream` is what computes."""
+        device = stream.device
         self._device = device
+        self._stream = stream
         self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's gap
         self.block = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
@@ -57,7 +62,7 @@ class Staging:
             empty = torch.empty(0, dtype=torch.uint8)
             launched = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's gap
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's gap
-            self._free.put(_Slot(pinned, pinned.numpy(), empty.to(device), empty, launched, copied))
+            self._free.put(_Slot(pinned, pinned.numpy(), {}, empty.to(device), empty, launched, copied))
 
     def load(self, batch: Batch | None, capacity: Capacity) -> tuple[_Slot, npt.NDArray[np.int32]]:
         """Start a checked batch (None: nothing but dummies) on its way into the block; its slot, and its cu_seqlens on
@@ -69,7 +74,13 @@ class Staging:
         try:
             offsets = capacity.fill(batch, slot.host_input)
             size = capacity.num_words
-            self.block[:size].copy_(slot.pinned_input[:size], non_blocking=True)
+            views = slot.inputs.get(size)
+            if views is None:
+                views = slot.pinned_input[:size], self.block[:size]
+                if len(slot.inputs) < _MAX_KEPT_VIEWS:
+                    slot.inputs[size] = views
+            source, destination = views
+            destination.copy_(source, non_blocking=True)
         except BaseException:
             self._free.put(slot)
             raise
@@ -89,8 +100,9 @@ class Staging:
         shape = (num_sequences, FLAG_BYTES + width)
         size = shape[0] * shape[1]
         self._grow(slot, size)
-        slot.device_output[:size].view(shape).copy_(output[:num_sequences, : shape[1]])
-        slot.launched.record()
+        kept = slot.device_output.as_strided(shape, (shape[1], 1))
+        kept.copy_(output.as_strided(shape, (output.stride(0), 1)))
+        slot.launched.record(self._stream)
 
         def read() -> Rows:
             try:

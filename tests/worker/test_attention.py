@@ -16,7 +16,7 @@ from worker.attention.flash_attention_4 import FlashAttention4
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.reference import ReferenceAttention, attend
 from worker.attention.sdpa import SdpaAttention
-from worker.attention.select import BACKENDS, MAX_ERROR, MIN_COSINE, compare, qkv, ragged
+from worker.attention.select import BACKENDS, MAX_ERROR, MIN_COSINE, Selection, compare, qkv, ragged
 from worker.attention.varlen import TorchAttention
 from worker.graphs import place
 from worker.ragged import Capacity, RaggedBatch, load_sorted
@@ -289,6 +289,26 @@ def test_on_a_gpu_a_graph_is_the_formula_for_other_lengths(
 
     assert_formula(outputs[0], other, shape)
     assert_formula(outputs[1], first, shape)
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_on_a_gpu_float32_is_the_formula_in_a_graph_too(name: str, causal: bool) -> None:
+    device = torch.device("cuda")
+    float32 = replace(SHAPES[name], causal=causal, dtype=torch.float32)
+    attention = Selection.default(float32, device).choose(1024, 32, 512)
+    capacity = Capacity(1024, 32)
+    batch, offsets = ragged(lengths_named("queries"), capacity, device, attention)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        output = Replayed(attention, float32, capacity, "around a tile").run(batch, offsets)
+        torch.cuda.synchronize()
+
+    query, key, value = qkv(float32, capacity.tokens, device)
+    expected = ReferenceAttention()(query, key, value, batch, causal=causal)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
 
 
 @gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from worker.attention import Attention, AttentionUnavailable, HeadShape
+from worker.attention.reference import attend
 from worker.attention.select import (
     LONGEST,
     SEQUENCES,
@@ -21,7 +23,9 @@ from worker.attention.select import (
     Cell,
     Measurement,
     Selection,
+    _formula,
     lengths_of,
+    qkv,
     select,
 )
 
@@ -79,6 +83,7 @@ def measured(
     num_layers: int = 10,
     max_tokens: int = 32768,
     shape: HeadShape = SHAPE,
+    budget_s: float = 60.0,
     **backends: Backend,
 ) -> Selection:
     return Selection.measured(
@@ -89,6 +94,7 @@ def measured(
         cache=cache,
         backends={name: backend(name) for name in names} | backends,
         measure=timings,
+        budget_s=budget_s,
     )
 
 
@@ -165,7 +171,15 @@ def test_the_description_names_backends_by_longest_sequence(cache: Path) -> None
     text = selection.describe()
 
     assert text.startswith("≤128: short; ≤32768: long; measured in ")
-    assert text.endswith("; without other (not installed: it==1)")
+    assert text.endswith("; without other (the log says why)")
+
+
+def test_the_description_names_the_more_frequent_first_where_sizes_of_batches_differ(cache: Path) -> None:
+    selection = measured(
+        cache, Timings(lambda name, cell: 5.0 if (name == "long") == (cell.tokens > 64 or cell.longest > 32) else 9.0)
+    )
+
+    assert selection.describe().startswith("≤32: long, short; ≤32768: long; measured in ")
 
 
 # --- disqualifying ---
@@ -178,7 +192,7 @@ def test_a_wrong_backend_is_out_everywhere(cache: Path, caplog: pytest.LogCaptur
 
     assert [attention.name for attention in selection.backends()] == ["short"]
     assert "attention long is out: wrong at" in caplog.text
-    assert "without long (wrong at" in selection.describe()
+    assert "without long" in selection.describe()
 
 
 def test_a_backend_that_returns_nan_is_out(cache: Path) -> None:
@@ -218,6 +232,76 @@ def test_a_backend_that_would_have_to_be_compiled_first_is_no_candidate(
 
     assert [attention.name for attention in selection.backends()] == ["short"]
     assert "attention long is no candidate: not compiled" in caplog.text
+
+
+# --- measuring no more than it takes ---
+
+
+def test_when_the_time_is_up_the_rest_is_as_what_is_near(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    timings = Timings(lambda name, cell: 1.0 if name == "short" else 2.0)
+
+    selection = measured(cache, timings, budget_s=0.0)
+
+    assert timings.num_calls == 2  # one class of two backends
+    assert {selection.choose(t, s, length).name for t in TOKENS for s in SEQUENCES for length in LONGEST} == {"short"}
+    assert "classes were measured in 0 s" in caplog.text
+
+
+def calls_of(name: str, us: Callable[[str, Cell], float], cache: Path) -> set[Cell]:
+    """The classes in which a backend was measured."""
+    seen: set[Cell] = set()
+
+    def measure(attention: Attention, cell: Cell) -> Measurement:
+        if attention.name == name:
+            seen.add(cell)
+        return Measurement(us(attention.name, cell), 0.0, 0.0, 1.0)
+
+    measured(cache, measure)
+    return seen
+
+
+def test_what_is_slow_with_few_rows_is_not_measured_with_more(cache: Path) -> None:
+    seen = calls_of("long", lambda name, cell: 21.0 if name == "long" and cell.sequences == 128 else 10.0, cache)
+
+    assert Cell(512, 128, 32) in seen
+    assert Cell(512, 512, 32) not in seen
+    assert Cell(4096, 512, 2048) not in seen
+
+
+def test_what_is_slow_for_many_tokens_is_not_measured_for_the_most(cache: Path) -> None:
+    seen = calls_of("long", lambda name, cell: 21.0 if name == "long" and cell.tokens in {2048, 4096} else 10.0, cache)
+
+    assert Cell(4096, 8, 512) in seen
+    assert Cell(16384, 8, 2048) not in seen
+
+
+def test_a_backend_is_not_chosen_for_more_rows_than_it_is_for(cache: Path) -> None:
+    fast = Backend(lambda shape, device: None, lambda shape, device: FakeAttention("fast"), max_rows=256)
+
+    selection = measured(cache, Timings(lambda name, cell: 1.0 if name == "fast" else 2.0), ("any",), fast=fast)
+
+    assert {selection.choose(t, 512, length).name for t in TOKENS for length in LONGEST} == {"any"}
+    assert {selection.choose(t, 128, length).name for t in TOKENS for length in LONGEST} == {"fast"}
+
+
+def test_a_backend_that_is_slow_to_open_is_measured_with_the_others(cache: Path) -> None:
+    late = Backend(lambda shape, device: None, lambda shape, device: FakeAttention("late"), slow_to_open=True)
+
+    selection = measured(cache, Timings(lambda name, cell: 1.0 if name == "late" else 2.0), ("any",), late=late)
+
+    assert [attention.name for attention in selection.backends()] == ["late"]
+
+
+def test_a_backend_that_is_slow_to_open_and_does_not_is_left_out(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(shape: HeadShape, device: torch.device) -> Attention:
+        raise AttentionUnavailable("attention late: does not load")
+
+    late = Backend(lambda shape, device: None, broken, slow_to_open=True)
+
+    selection = measured(cache, Timings(lambda name, cell: 1.0), ("any",), late=late)
+
+    assert [attention.name for attention in selection.backends()] == ["any"]
+    assert "attention late: does not load" in caplog.text
 
 
 # --- keeping what was measured ---
@@ -298,7 +382,7 @@ def test_a_file_that_cannot_be_written_is_no_obstacle(tmp_path: Path, caplog: py
     assert "cannot be written" in caplog.text
 
 
-def test_a_chosen_backend_that_no_longer_opens_is_replaced(cache: Path) -> None:
+def test_a_chosen_backend_that_no_longer_opens_is_replaced(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     measured(cache, Timings(short_and_long))
 
     def broken(shape: HeadShape, device: torch.device) -> Attention:
@@ -307,7 +391,7 @@ def test_a_chosen_backend_that_no_longer_opens_is_replaced(cache: Path) -> None:
     selection = measured(cache, Timings(short_and_long), ("short",), long=Backend(lambda shape, device: None, broken))
 
     assert [attention.name for attention in selection.backends()] == ["short"]
-    assert "without long (attention long: does not load)" in selection.describe()
+    assert "attention long: does not load" in caplog.text
 
 
 # --- asking for one ---
@@ -318,6 +402,16 @@ def test_without_a_gpu_it_is_sdpa(cache: Path) -> None:
 
     assert selection.choose(100, 3, 50).name == "sdpa"
     assert selection.describe() == "sdpa, the one for CPUs"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_in_float32_on_a_gpu_it_is_triton(cache: Path) -> None:
+    importlib.import_module("tests.worker.kernels")  # chooses the interpreter before Triton is imported
+
+    selection = select("auto", replace(SHAPE, dtype=torch.float32), torch.device("cuda"), cache)
+
+    assert {selection.choose(t, 8, length).name for t in TOKENS for length in LONGEST} == {"triton"}
+    assert selection.describe() == "triton, the one that computes in torch.float32 on a GPU"
 
 
 def test_a_forced_backend_runs_everything(cache: Path) -> None:
@@ -383,6 +477,23 @@ def test_no_class_longer_than_the_model_takes_is_measured(cache: Path) -> None:
     assert seen == {32, 128, 512}
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("max_masked", [50, 2048], ids=["token by token", "with a mask"])
+def test_results_are_compared_with_the_formula(causal: bool, max_masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.attention.select._MAX_MASKED", max_masked)
+    lengths = np.array([3, 70, 40], dtype=np.int32)
+    offsets = np.array([0, 3, 73, 113], dtype=np.int32)
+    tensors = qkv(replace(SHAPE, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32), 113, CPU)
+
+    rows, expected = _formula(*tensors, lengths, offsets, causal=causal)
+
+    parts = zip(*(tensor.split(lengths.tolist()) for tensor in tensors), strict=True)
+    full = torch.cat([attend(query, key, value, causal=causal) for query, key, value in parts])
+    assert rows.tolist()[:4] == [0, 1, 2, 3]
+    assert rows.tolist()[-1] == 112
+    torch.testing.assert_close(expected, full[rows], rtol=0, atol=1e-6)
+
+
 # --- on a GPU ---
 
 
@@ -398,6 +509,8 @@ def test_on_a_gpu_what_there_is_is_measured_and_kept(cache: Path) -> None:
 
     (kept,) = cache.parent.iterdir()
     assert kept.name == "attention-16-8-128-causal-bfloat16.json"
-    assert all(len(entry["us"]) >= 2 for entry in json.loads(kept.read_text())["cells"])  # triton and torch at least
+    costs_us = [entry["us"] for entry in json.loads(kept.read_text())["cells"]]
+    assert all(costs_us)
+    assert {"triton", "torch"} <= set(costs_us[0])
     assert [b.name for b in again.backends()] == [b.name for b in selection.backends()]
     assert again.describe().partition(";")[0] == selection.describe().partition(";")[0]

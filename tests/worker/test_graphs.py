@@ -200,7 +200,7 @@ class TestOnADevice:
         self, tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
     ) -> None:
         (tmp_path / "cache").mkdir()
-        (tmp_path / "cache" / "hot.json").write_text('[{"attention": "triton"}]')
+        (tmp_path / "cache" / "hot.json").write_text('[["triton", 64]]')
 
         assert not start().tend()
         assert "hot.json is not a list of graphs, ignored" in caplog.text

@@ -84,7 +84,7 @@ def test_a_capacity_is_filled_with_the_batch_in_its_order_and_dummy_sequences_be
     assert offsets.tolist() == [0, 3, 4, 8, 8, 8]
     assert ragged.cu_seqlens.tolist() == [0, 3, 4, 8, 8, 8]
     assert ragged.token_ids.tolist() == [10, 11, 12, 20, 0, 0, 0, 0]
-    assert ragged.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert ragged.positions.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert ragged.token_starts.tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
     assert ragged.token_stops.tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
     assert ragged.dimensions.tolist() == [3, 4, 0, 0, 0]

@@ -35,6 +35,7 @@ class Bounds(NamedTuple):
     token_starts: torch.Tensor
     token_stops: torch.Tensor
     positions: torch.Tensor
+    cu_seqlens: torch.Tensor
 
 
 def bounds(lengths: list[int]) -> Bounds:
@@ -42,7 +43,8 @@ def bounds(lengths: list[int]) -> Bounds:
     stops = counts.cumsum(0)
     starts = (stops - counts).repeat_interleave(counts)
     positions = torch.arange(sum(lengths)) - starts
-    return Bounds(*(x.int().to(DEVICE) for x in (starts, stops.repeat_interleave(counts), positions)))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), stops])
+    return Bounds(*(x.int().to(DEVICE) for x in (starts, stops.repeat_interleave(counts), positions, offsets)))
 
 
 def merged(num_tokens: int, num_rows: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -59,12 +61,13 @@ def split(qkv: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, t
 def formula(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], causal: bool
 ) -> torch.Tensor:
-    """Sequence after sequence, in float32."""
+    """Sequence after sequence, in float32 or double."""
     group = query.shape[1] // key.shape[1]
     outputs = []
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[2] ** -0.5
+        q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=2), v))
@@ -72,10 +75,10 @@ def formula(
 
 
 def assert_close(output: torch.Tensor, expected: torch.Tensor) -> None:
-    """Weights and the result are rounded to the dtype: 2⁻¹¹ or 2⁻⁸ of values of up to some 4."""
+    """Weights and the result are rounded to the dtype: 2⁻¹¹ or 2⁻⁸ of values of up to some 4; float32 is not."""
     assert output.is_contiguous()
-    tolerance = 4e-3 if output.dtype == torch.float16 else 2e-2
-    torch.testing.assert_close(output.float(), expected, rtol=tolerance, atol=tolerance)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[output.dtype]
+    torch.testing.assert_close(output.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @contextmanager
@@ -158,11 +161,42 @@ def test_a_sequence_that_is_not_finite_spoils_only_itself(part: int, bad: float,
     assert not output[spoiled].isfinite().any()
 
 
+@causal_or_not
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 32), (3, 1, 24)])
+def test_in_float32_it_is_exact(heads: int, kv_heads: int, head_dim: int, causal: bool) -> None:
+    lengths = [5, 13, 1, 20]
+    query, key, value = split(merged(39, heads + 2 * kv_heads, head_dim, torch.float32), heads, kv_heads)
+
+    with poisoned_memory():
+        output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
+
+    assert output.dtype == torch.float32
+    assert_close(output, formula(query, key, value, lengths, causal))
+
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
 def test_what_is_chosen_can_run_for_any_group_and_number_of_tokens() -> None:
-    chosen = [_choose(tokens, group, 128) for tokens in (1, 512, 40_000) for group in (1, 2, 3, 8, 32)]
+    sizes = [(1, 1), (64, 8), (512, 8), (512, 32), (2048, 32), (4096, 8), (4096, 512), (40_000, 20)]
+    chosen = [
+        _choose(*size, group, head_dim, dtype)
+        for size in sizes
+        for group in (1, 2, 3, 8, 32)
+        for head_dim in (8, 32, 48, 64, 80, 128, 256)
+        for dtype in DTYPES
+    ]
 
     assert min(config.block_m * config.heads for config in chosen) >= 16
-    assert max(config.block_m * config.heads for config in chosen) <= 256
+    assert max(config.block_m * config.heads for config in chosen) <= 128
+    assert min(config.block_m for config in chosen) >= 8
+
+
+def test_few_tokens_to_a_row_are_cut_for_short_sequences() -> None:
+    queries, documents = (_choose(512, rows, 2, 128, torch.bfloat16) for rows in (32, 8))
+
+    assert queries == Config(32, 32, 2, 4, 3, skip_masks=False)
+    assert documents == Config(32, 64, 2, 4, 2, skip_masks=True)
 
 
 # --- with the norm and rotation of queries and keys ---
@@ -244,6 +278,48 @@ def test_models_shapes_in_bf16(lengths: list[int], heads: int, kv_heads: int, he
     output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
 
     assert_close(output, formula(query, key, value, lengths, causal))
+
+
+@causal_or_not
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [pytest.param(*shape, marks=gpu) for shape in SHAPES])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_models_shapes_in_float32(lengths: list[int], heads: int, kv_heads: int, head_dim: int, causal: bool) -> None:
+    query, key, value = split(merged(sum(lengths), heads + 2 * kv_heads, head_dim, torch.float32), heads, kv_heads)
+
+    output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
+
+    assert_close(output, formula(query.double(), key.double(), value.double(), lengths, causal))
+
+
+@pytest.mark.parametrize("head_dim", [pytest.param(d, marks=gpu) for d in (8, 80, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_other_head_dims(dtype: torch.dtype, head_dim: int) -> None:
+    lengths = LENGTHS["up to 128"]
+    query, key, value = split(merged(sum(lengths), 5, head_dim, dtype), 3, 1)
+
+    output = TritonAttention()(query, key, value, bounds(lengths), causal=True)  # type: ignore[arg-type]
+
+    assert_close(output, formula(query.double(), key.double(), value.double(), lengths, True))
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(*s, marks=gpu, id=str(s[0]))
+        for s in [((64, 8),), ((512, 32),), ((512, 8),), ((2048, 512),), ((2048, 8),), ((4096, 8),)]
+    ],
+)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (1, 64), (7, 64), (2, 128), (8, 128)])
+def test_whatever_is_chosen_is_right(size: tuple[int, int], group: int, head_dim: int) -> None:
+    lengths = LENGTHS["mixed"]
+    query, key, value = split(merged(sum(lengths), group + 2, head_dim, torch.bfloat16), group, 1)
+    batch = bounds(lengths)
+    config = _choose(*size, group, head_dim, torch.bfloat16)
+
+    with poisoned_memory():
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, False, config)
+
+    assert_close(output, formula(query, key, value, lengths, False))
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ What to know of it (GPU measurements: benchmarks/attention.py):
   the host. But a row costs tiles whether it is empty or not, so many empty rows are ruinous (144 µs a layer instead
   of 6 at 512 rows): who chooses must know the capacity of the sequence axis.
 - `max_seqlen_q` is ignored by the sm_90 kernel but selects another compilation where it is small, so it is never given:
-  a second compilation of two seconds would land on the first batch of short texts. More than 256 rows are one more.
+  a second compilation of two seconds would land on the first batch of short texts. More than 256 rows are one more,
+  which `select` avoids: they are too many anyway.
 - An eager call costs the host about 100 µs, several times a small kernel: it is meant to be replayed.
 
 The function that takes the output's buffer is private to the package, so another version may lack it: `select` checks
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     from worker.ragged import RaggedBatch
 
+MAX_ROWS = 256  # of cu_seqlens: more take another compilation
+
 _REQUIREMENT = "flash-attn-4==4.0.0b36"
 
 
@@ -39,6 +43,13 @@ class FlashAttention4:
         """Raises AttentionUnavailable: the package is missing or broken, or its kernels do not have this head shape."""
         if reason := unavailable(shape):
             raise AttentionUnavailable(f"attention flash_attention_4: {reason}")
+        # Said at each compilation, about an argument that is None here. Not around the call: that is not thread-safe.
+        warnings.filterwarnings(
+            "ignore",
+            r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument",
+            UserWarning,
+            module=r".*\.base_dsl\.dsl",
+        )
         try:
             self._forward = importlib.import_module("flash_attn.cute.interface")._flash_attn_fwd
         except (ImportError, AttributeError) as error:

@@ -15,8 +15,12 @@ may be waiting for it. Above the graphs' ladder a step takes longer than any pla
 first of `BACKENDS` wins, so that the choice is stable and few backends are in use, each of which has graphs of its own.
 
 What was measured is kept in a file; another card, driver, version, head shape or set of backends measures anew, which
-takes some seconds. Rejected: a table in the source, which is wrong on the next card; choosing while serving, which
-makes the first requests pay and answers depend on timing.
+takes some seconds. To keep these few, what takes long to import is imported by a thread while the others compile;
+a backend is not timed where it is sure to be slow; and when the time is up, classes that are left are as their
+neighbours.
+
+Rejected: a table in the source, which is wrong on the next card; choosing while serving, which makes the first requests
+pay and answers depend on timing.
 """
 
 from __future__ import annotations
@@ -30,9 +34,11 @@ import os
 import statistics
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -63,12 +69,22 @@ TOKENS = (64, 512, 2048, 4096, 16384)
 SEQUENCES = (8, 32, 128, 512)
 LONGEST = (32, 128, 512, 2048, 8192, 32768)
 
+# Classes that are left to their neighbours: with half as many rows or twice as many, all take much the same.
+_SEQUENCES_IF_MANY_TOKENS = (8, 128, 512)
+_MANY_TOKENS = 2048
+_SHORT = 128  # length of sequences that 16,384 tokens of are as 4,096 of
+
+_BUDGET_S = 6.0  # of measuring, once all is imported and most is compiled
+_HOPELESS = 2.0  # times slower than another, with fewer rows or tokens
+
 MAX_ERROR = 0.01  # of an output, relative to its size where that is above 1
 MIN_COSINE = 0.9999
 _CLOSE = 1.03
 
-_NUM_CHECKED = 16  # sequences of each class
-_FORMAT = 1
+_NUM_CHECKED = 8  # sequences of each class
+_NUM_CHECKED_TOKENS = 32  # of a sequence
+_MAX_MASKED = 2048  # tokens of a sequence that the formula is computed for with a mask: a square of so many numbers
+_FORMAT = 2
 _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4")
 
 
@@ -111,6 +127,8 @@ class Backend:
     unavailable: Callable[[HeadShape, torch.device], str | None]  # why it cannot be used at all
     open: Callable[[HeadShape, torch.device], Attention]
     unready: Callable[[HeadShape], str | None] = lambda shape: None  # why it is used only if asked for by name
+    slow_to_open: bool = False  # by seconds of importing, and without touching the device
+    max_rows: int | None = None  # of cu_seqlens, that it is chosen for
 
 
 class Selection:
@@ -146,10 +164,14 @@ class Selection:
 
     @classmethod
     def default(cls, shape: HeadShape, device: torch.device) -> Selection:
-        """Where there is nothing to measure: on a CPU, or in float32, which no kernel for GPUs computes in."""
+        """Where there is nothing to measure: on a CPU, or in float32, which but one kernel for GPUs computes in.
+
+        Raises:
+            AttentionUnavailable: it cannot be had.
+        """
         if device.type == "cpu":
             return cls._only("sdpa", "the one for CPUs", shape, device)
-        return cls._only("reference", f"the one that computes in {shape.dtype} on a GPU", shape, device)
+        return cls._only("triton", f"the one that computes in {shape.dtype} on a GPU", shape, device)
 
     @classmethod
     def measured(
@@ -162,6 +184,7 @@ class Selection:
         cache: Path,
         backends: Mapping[str, Backend] | None = None,
         measure: Measure | None = None,
+        budget_s: float = _BUDGET_S,
     ) -> Selection:
         """The fastest of what there is for each class, as the file `cache` says or else as measured now.
 
@@ -170,11 +193,14 @@ class Selection:
             max_tokens: of one sequence; longer classes are not measured.
             cache: read if it is there and for the same device, versions, shape and backends; else written.
             backends, measure: what is chosen among, and by what; those of this machine if not given.
+            budget_s: after which no further class is measured.
 
         Raises:
             AttentionUnavailable: no backend that is right can be had.
         """
+        started_s = time.monotonic()
         candidates, missing = _candidates(BACKENDS if backends is None else backends, shape, device)
+        logger.debug("attention: candidates were looked for in %.1f s", time.monotonic() - started_s)
         for name, reason in missing.items():
             logger.info("attention %s is no candidate: %s", name, reason)
         conditions = _conditions(shape, device, list(candidates), max_tokens, num_layers)
@@ -187,8 +213,18 @@ class Selection:
             if not failed:
                 return cls(opened, names, _describe(names, "as measured before", missing))
         started_s = time.monotonic()
-        opened, failed = _open(candidates, shape, device)
-        table, wrong = _measure(opened, measure or _Measurer(shape, device), num_layers, max_tokens)
+        cells = _cells(max_tokens)
+        if measure is None:
+            measurer = _Measurer(shape, device)
+            opened, failed = _open(candidates, shape, device, lambda quick: measurer.warm_up(quick, cells))
+            measure = measurer
+        else:
+            opened, failed = _open(candidates, shape, device)
+        max_rows = {name: backend.max_rows for name, backend in candidates.items()}
+        table, wrong = _measure(opened, measure, cells, max_rows, num_layers, budget_s)
+        measure = measurer = None  # type: ignore[assignment]  # their inputs and graphs were a gigabyte
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         missing |= failed | wrong
         names = _winners(table)
         if not names:
@@ -248,8 +284,8 @@ def _triton_unavailable(shape: HeadShape, device: torch.device) -> str | None:
         return "is for GPUs"
     if importlib.util.find_spec("triton") is None:
         return "not installed: triton, which torch brings along for GPUs"
-    if shape.dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in bfloat16 or float16, not {shape.dtype}"
+    if shape.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"computes in bfloat16, float16 or float32, not {shape.dtype}"
     return None
 
 
@@ -292,6 +328,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         "flash_attention_4": Backend(
             lambda shape, device: _on_cuda(device) or flash_attention_4.unavailable(shape),
             lambda shape, device: FlashAttention4(shape),
+            slow_to_open=True,
+            max_rows=flash_attention_4.MAX_ROWS,
         ),
         "torch": Backend(
             lambda shape, device: _on_cuda(device) or varlen.unavailable(shape),
@@ -326,17 +364,40 @@ def _candidates(
 
 
 def _open(
-    candidates: Mapping[str, Backend], shape: HeadShape, device: torch.device
+    candidates: Mapping[str, Backend],
+    shape: HeadShape,
+    device: torch.device,
+    meanwhile: Callable[[Mapping[str, Attention]], None] | None = None,
 ) -> tuple[dict[str, Attention], dict[str, str]]:
+    """Those that open, and why the others do not. `meanwhile` gets the quick ones while the slow ones open."""
     opened: dict[str, Attention] = {}
     failed: dict[str, str] = {}
-    for name, backend in candidates.items():
+
+    def collect(name: str, opening: Callable[[], Attention]) -> None:
+        started_s = time.monotonic()
         try:
-            opened[name] = backend.open(shape, device)
+            opened[name] = opening()
         except AttentionUnavailable as error:
             failed[name] = str(error)
             logger.warning("%s", error)
-    return opened, failed
+        logger.debug("attention: %s was opened or waited for in %.1f s", name, time.monotonic() - started_s)
+
+    with ThreadPoolExecutor(1, "attention-import") as thread:
+        slow = {
+            name: thread.submit(backend.open, shape, device)
+            for name, backend in candidates.items()
+            if backend.slow_to_open
+        }
+        for name, backend in candidates.items():
+            if not backend.slow_to_open:
+                collect(name, partial(backend.open, shape, device))
+        if meanwhile is not None:
+            started_s = time.monotonic()
+            meanwhile(dict(opened))
+            logger.debug("attention: the quick ones were warmed up in %.1f s", time.monotonic() - started_s)
+        for name, future in slow.items():
+            collect(name, future.result)
+    return {name: opened[name] for name in candidates if name in opened}, failed
 
 
 # --- classes ---
@@ -347,12 +408,16 @@ def _index(sizes: tuple[int, ...], value: int) -> int:
 
 
 def _nearest(names: Mapping[Cell, str], cell: Cell) -> str:
-    """The name of the class itself, or of one that is like it: in length first, then in tokens."""
+    """The name of the class itself, or of one that is like it: in length first, then in tokens.
+
+    The class of the most sequences has no upper bound, which some backends need; so it stays by itself.
+    """
     if cell in names:
         return names[cell]
 
-    def distance(other: Cell) -> tuple[int, int, int]:
+    def distance(other: Cell) -> tuple[bool, int, int, int]:
         return (
+            (cell.sequences == SEQUENCES[-1]) != (other.sequences == SEQUENCES[-1]),
             abs(_index(LONGEST, cell.longest) - _index(LONGEST, other.longest)),
             abs(_index(TOKENS, cell.tokens) - _index(TOKENS, other.tokens)),
             abs(_index(SEQUENCES, cell.sequences) - _index(SEQUENCES, other.sequences)),
@@ -393,9 +458,15 @@ def lengths_of(cell: Cell) -> npt.NDArray[np.int32] | None:
 
 
 def _cells(max_tokens: int) -> list[Cell]:
-    """All classes that there are batches of, with no sequence longer than `max_tokens`."""
-    longest = LONGEST[: _index(LONGEST, max_tokens) + 1]
-    cells = [Cell(tokens, sequences, length) for tokens in TOKENS for sequences in SEQUENCES for length in longest]
+    """The classes to measure, with no sequence longer than `max_tokens`: such that there are batches of, but for those
+    that others stand for. In order of their size."""
+    cells = [
+        Cell(tokens, sequences, longest)
+        for tokens in TOKENS
+        for sequences in (SEQUENCES if tokens < _MANY_TOKENS else _SEQUENCES_IF_MANY_TOKENS)
+        for longest in LONGEST[: _index(LONGEST, max_tokens) + 1]
+        if tokens < TOKENS[-1] or longest > _SHORT
+    ]
     return [cell for cell in cells if lengths_of(cell) is not None]
 
 
@@ -403,32 +474,69 @@ def _cells(max_tokens: int) -> list[Cell]:
 
 
 def _measure(
-    backends: Mapping[str, Attention], measure: Measure, num_layers: int, max_tokens: int
+    backends: Mapping[str, Attention],
+    measure: Measure,
+    cells: list[Cell],
+    max_rows: Mapping[str, int | None],
+    num_layers: int,
+    budget_s: float,
 ) -> tuple[dict[Cell, dict[str, float]], dict[str, str]]:
-    """Costs by class and backend, and why some backends are out."""
-    table: dict[Cell, dict[str, float]] = {cell: {} for cell in _cells(max_tokens)}
+    """Costs by class and backend, and why some backends are out. When the time is up, the classes left are not in it.
+
+    Raises torch.AcceleratorError: a backend broke the device, and nothing can be run any more.
+    """
+    table: dict[Cell, dict[str, float]] = {}
     wrong: dict[str, str] = {}
-    for cell in table:
+    spent_s: defaultdict[str, float] = defaultdict(float)
+    started_s = time.monotonic()
+    for cell in cells:
+        if table and time.monotonic() - started_s > budget_s:
+            logger.warning("attention: %d of %d classes were measured in %.0f s", len(table), len(cells), budget_s)
+            break
+        costs_us: dict[str, float] = {}
         for name, backend in backends.items():
-            if name in wrong:
+            bound = max_rows[name]
+            if name in wrong or (bound is not None and cell.sequences > bound) or _is_hopeless(name, cell, table):
                 continue
+            backend_started_s = time.monotonic()
             try:
                 result = measure(backend, cell)
             except Exception as error:  # other people's kernels raise what they like; the others may still be fine
                 logger.warning("attention %s is out, it failed at %s", name, cell, exc_info=True)
                 wrong[name] = f"{type(error).__name__}: {error}"
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()  # raises if the device itself is broken
                 continue
+            finally:
+                spent_s[name] += time.monotonic() - backend_started_s
             if not result.is_right:
                 wrong[name] = f"wrong at {cell}: error {result.error:.2g}, cosine {result.cosine:.6f} to the formula"
                 logger.warning("attention %s is out: %s", name, wrong[name])
                 continue
-            table[cell][name] = round(result.cost_us(cell, num_layers), 2)
+            costs_us[name] = round(result.cost_us(cell, num_layers), 2)
+        table[cell] = costs_us
     for costs_us in table.values():
         for name in wrong:
             costs_us.pop(name, None)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # inputs and graphs of the largest classes were a gigabyte
+    logger.debug("attention: %d classes took %s", len(table), {name: round(s, 2) for name, s in spent_s.items()})
     return table, wrong
+
+
+def _is_hopeless(name: str, cell: Cell, table: Table) -> bool:
+    """Whether a backend was slow, or already left out, where rows are fewer, or before the largest class of tokens.
+
+    More rows only make those slow that are slow for them. More tokens may well change what is fastest; but the largest
+    class takes the longest to measure, and what is half as fast with 4,096 tokens does not catch up.
+    """
+    row, column = _index(SEQUENCES, cell.sequences), _index(TOKENS, cell.tokens)
+    smaller = [Cell(cell.tokens, sequences, cell.longest) for sequences in SEQUENCES[:row]]
+    if cell.tokens == TOKENS[-1]:
+        smaller.append(Cell(TOKENS[column - 1], cell.sequences, cell.longest))
+    return any(
+        table[other].get(name, math.inf) > _HOPELESS * min(table[other].values())
+        for other in smaller
+        if table.get(other)
+    )
 
 
 def _winners(table: Table) -> dict[Cell, str]:
@@ -483,7 +591,7 @@ def compare(output: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]
 class _Measurer:
     """Times backends on the current device. Inputs and the formula's results are made once for each class."""
 
-    _NUM_CALLS = 8  # of a launch
+    _NUM_CALLS = 4  # of a launch
     _NUM_LONG_CALLS = 2
     _NUM_LAUNCHES = 5
     _NUM_PREPARES = 5
@@ -492,16 +600,48 @@ class _Measurer:
         self._shape = shape
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._pool = GraphPool(device)
-        self._inputs: tuple[Cell, _Inputs] | None = None
+        self._qkv: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # by tokens
+        self._inputs: dict[Cell, _Inputs] = {}
 
     @torch.inference_mode()
     def __call__(self, backend: Attention, cell: Cell) -> Measurement:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if self._inputs is None or self._inputs[0] != cell:
-                self._inputs = (cell, _Inputs.of(cell, self._shape, self._device))
-            return self._run(backend, self._inputs[1])
+            return self._run(backend, self._inputs_of(cell))
+
+    @torch.inference_mode()
+    def warm_up(self, backends: Mapping[str, Attention], cells: list[Cell]) -> None:
+        """Make all inputs, and run each backend once in each class, so that it compiles what it needs.
+
+        No clock can be read beside a thread that imports: the two take turns of milliseconds.
+        """
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            working = dict(backends)
+            for cell in cells:
+                inputs = self._inputs_of(cell)
+                for name, backend in list(working.items()):
+                    try:
+                        backend.prepare(inputs.offsets)
+                        backend(inputs.query, inputs.key, inputs.value, inputs.batch, causal=self._shape.causal)
+                    except Exception:  # it will fail again when it is measured, which says so
+                        logger.debug("attention %s failed while warming up", name, exc_info=True)
+                        del working[name]
+            self._stream.synchronize()
+
+    def _inputs_of(self, cell: Cell) -> _Inputs:
+        inputs = self._inputs.get(cell)
+        if inputs is None:
+            lengths = lengths_of(cell)
+            assert lengths is not None, "only classes that have batches are measured"
+            capacity, replayed = place(int(lengths.sum()), len(lengths))
+            tensors = self._qkv.get(capacity.tokens)
+            if tensors is None:
+                tensors = self._qkv[capacity.tokens] = qkv(self._shape, capacity.tokens, self._device)
+            batch, offsets = ragged(lengths, capacity, self._device, ReferenceAttention())
+            rows, expected = _formula(*tensors, lengths, offsets, causal=self._shape.causal)
+            inputs = self._inputs[cell] = _Inputs(*tensors, batch, offsets, replayed, rows, expected)
+        return inputs
 
     def _run(self, backend: Attention, inputs: _Inputs) -> Measurement:
         batch = inputs.batch
@@ -516,13 +656,56 @@ class _Measurer:
         def call() -> torch.Tensor:
             return backend(inputs.query, inputs.key, inputs.value, batch, causal=self._shape.causal)
 
-        error, cosine = compare(inputs.checked(call()), inputs.expected)
+        error, cosine = compare(call().index_select(0, inputs.rows), inputs.expected)
         num_calls = self._NUM_CALLS if inputs.replayed else self._NUM_LONG_CALLS
         launch = self._pool.repeated(call, num_calls)
         elapsed_ms(launch)
         launches_ms = [elapsed_ms(launch) for _ in range(self._NUM_LAUNCHES)]
         us = statistics.median(launches_ms) * 1e3 / num_calls
         return Measurement(us, statistics.median(prepares_us), error, cosine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """All that graphs of them read; kept until the last is dropped."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    batch: RaggedBatch
+    offsets: npt.NDArray[np.int32]
+    replayed: bool
+    rows: torch.Tensor  # int64, the tokens that are compared
+    expected: torch.Tensor  # float32, the formula's results of these
+
+
+def _formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: npt.NDArray[np.int32],
+    offsets: npt.NDArray[np.int32],
+    *,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some tokens of some sequences, the longest among them, and what the formula makes of these tokens."""
+    evenly = np.linspace(0, len(lengths) - 1, min(_NUM_CHECKED, len(lengths))).astype(int)
+    tokens: list[int] = []
+    expected: list[torch.Tensor] = []
+    for i in sorted({*evenly.tolist(), int(lengths.argmax())}):
+        start, stop = int(offsets[i]), int(offsets[i + 1])
+        chosen = np.unique(np.linspace(start, stop - 1, _NUM_CHECKED_TOKENS).astype(int)).tolist()
+        tokens += chosen
+        keys = slice(start, stop)
+        if not causal:
+            expected.append(attend(query[chosen], key[keys], value[keys], causal=False))
+        elif stop - start <= _MAX_MASKED:
+            expected.append(attend(query[keys], key[keys], value[keys], causal=True)[[t - start for t in chosen]])
+        else:  # token by token: each sees, without a mask, what is up to itself
+            for t in chosen:
+                keys = slice(start, t + 1)
+                expected.append(attend(query[t : t + 1], key[keys], value[keys], causal=False))
+    return torch.tensor(tokens, device=query.device), torch.cat(expected)
 
 
 class GraphPool:
@@ -535,7 +718,7 @@ class GraphPool:
         self._handle = torch.cuda.graph_pool_handle()
         self._kept = torch.cuda.CUDAGraph()
         self._kept.capture_begin(pool=self._handle, capture_error_mode="thread_local")
-        self._output = torch.zeros(1, device=device)
+        self._output = torch.ones(1, device=device)
         self._kept.capture_end()
 
     def repeated(self, call: Callable[[], object], num_calls: int) -> Callable[[], object]:
@@ -569,34 +752,6 @@ def elapsed_ms(launch: Callable[[], object]) -> float:
     stopped.record()
     stopped.synchronize()
     return float(started.elapsed_time(stopped))
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    batch: RaggedBatch
-    offsets: npt.NDArray[np.int32]
-    replayed: bool
-    spans: list[slice]  # of tokens: the sequences that are compared
-    expected: torch.Tensor  # float32, the formula's results of these, one after the other
-
-    @classmethod
-    def of(cls, cell: Cell, shape: HeadShape, device: torch.device) -> _Inputs:
-        lengths = lengths_of(cell)
-        assert lengths is not None, "only classes that have batches are measured"
-        capacity, replayed = place(int(lengths.sum()), len(lengths))
-        batch, offsets = ragged(lengths, capacity, device, ReferenceAttention())
-        query, key, value = qkv(shape, len(batch.token_ids), device)
-        evenly = np.linspace(0, len(lengths) - 1, min(_NUM_CHECKED, len(lengths))).astype(int)
-        checked = sorted({*evenly.tolist(), int(lengths.argmax())})
-        spans = [slice(int(offsets[i]), int(offsets[i + 1])) for i in checked]
-        expected = torch.cat([attend(query[span], key[span], value[span], causal=shape.causal) for span in spans])
-        return cls(query, key, value, batch, offsets, replayed, spans, expected)
-
-    def checked(self, output: torch.Tensor) -> torch.Tensor:
-        return torch.cat([output[span] for span in self.spans])
 
 
 # --- what was measured before ---
@@ -672,18 +827,15 @@ def _write(cache: Path, conditions: dict[str, object], table: Table) -> None:
 
 
 def _describe(names: Mapping[Cell, str], how: str, missing: Mapping[str, str]) -> str:
-    return f"{_summary(names)}; {how}" + "".join(f"; without {name} ({reason})" for name, reason in missing.items())
+    return f"{_summary(names)}; {how}" + (f"; without {', '.join(missing)} (the log says why)" if missing else "")
 
 
 def _summary(names: Mapping[Cell, str]) -> str:
-    """By longest sequence: `≤32: triton; ≤128: triton 12, torch 3`, numbers of classes where there are several."""
-    parts = []
+    """By longest sequence: `≤32: triton; ≤128: triton, torch`; where it is not one for all, the more frequent first."""
+    merged: list[tuple[int, str]] = []
     for longest in sorted({cell.longest for cell in names}):
         counts = Counter(name for cell, name in names.items() if cell.longest == longest)
-        backends = ", ".join(f"{name} {count}" if len(counts) > 1 else name for name, count in counts.most_common())
-        parts.append((longest, backends))
-    merged: list[tuple[int, str]] = []
-    for longest, backends in parts:
+        backends = ", ".join(name for name, _ in counts.most_common())
         if merged and merged[-1][1] == backends:
             merged.pop()
         merged.append((longest, backends))

@@ -119,14 +119,17 @@ _CHOICES: Mapping[int, _Choices] = MappingProxyType(
         ),
     }
 )
-_LONG = 64  # tokens to a row of cu_seqlens: a batch of at least so many is one of long sequences
+_LONG = 32  # tokens to a row of cu_seqlens, from which on a batch is taken to be of long sequences
 
 
 def _choose(num_tokens: int, num_rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Config:
-    """By what is the same for all batches of a graph: numbers of tokens and of rows of cu_seqlens. Rows without tokens
-    are few enough (`worker/graphs.py`) for the two to say whether sequences are short."""
+    """By what all batches of a graph have in common: the numbers of tokens and of rows of cu_seqlens.
+
+    Lengths are not among it. But a batch is given few more rows than it needs (`place` in worker/graphs.py), so tokens
+    to a row are nearly a lower bound of the mean length: 25 × 20 tokens come in 32 rows, 4 × 128 in 8.
+    """
     if dtype == torch.float32:  # no tensor cores: what a thread multiplies, it holds in registers
-        return _folded(Config(16, 32, 1, 4, 1, skip_masks=False), group)
+        return _folded(Config(16, 32, 1, 4 if head_dim <= 64 else 8, 1, skip_masks=False), group)
     if head_dim > 128:  # not measured
         return _folded(Config(32, 32, 1, 4, 2, skip_masks=False), group)
     if num_tokens <= 64:  # one tile of all, and not folded, for as many programs as can be
