@@ -77,7 +77,10 @@ class Linear(nn.Module):
         self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[tokens, in_features], residual [tokens, out_features] → [tokens, out_features]."""
+        """[tokens, in_features], residual [tokens, out_features] → [tokens, out_features].
+
+        The residual is not to be used afterwards: its memory may hold the result.
+        """
         if self._packed is not None:
             return self._run_packed(x, residual)
         if is_fusible(x, self.weight):

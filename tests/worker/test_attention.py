@@ -172,7 +172,7 @@ LENGTHS = {
     "documents": [310, 42, 512, 256, 1, 300],
     "one long": [2500],
     "long among short": [5, 1900, 17, 1, 30],
-    "above the graphs": [4096, 20, 700, 1],
+    "above the graphs": [16000, 20, 700, 1],
 }
 
 gpu = pytest.mark.gpu

@@ -139,7 +139,7 @@ def test_as_fast_within_three_percent_the_first_wins(cache: Path) -> None:
     assert [attention.name for attention in selection.backends()] == ["first"]
 
 
-def test_what_the_host_prepares_counts_where_graphs_are_replayed_and_not_above(cache: Path) -> None:
+def test_what_the_host_prepares_counts_for_short_steps_and_not_for_long_ones(cache: Path) -> None:
     timings = Timings(lambda name, cell: 10.0 if name == "planned" else 15.0, prepare_us=100.0)
 
     selection = measured(cache, timings, ("plain", "planned"), num_layers=10)

@@ -69,7 +69,7 @@ def lowest_cosine(rows: npt.NDArray[np.float32], expected: npt.NDArray[np.float3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edge", [64, 128, 448, 512, 640, 1024, 1280, 4096, 4160])
+@pytest.mark.parametrize("edge", [64, 128, 448, 512, 640, 1024, 1280, 4096, 8192, 16384])
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_every_capacity_edge_stays_close_to_float32(engine: Engine, edge: int, offset: int) -> None:
     num_tokens = edge + offset

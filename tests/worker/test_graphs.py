@@ -26,8 +26,10 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
         (513, 25, Capacity(640, 32), True),
         (1025, 1, Capacity(1280, 8), True),  # 255 tokens over: two dummies
         (4096, 512, Capacity(4096, 512), True),
-        (4097, 1, Capacity(4160, 2), False),
-        (16384, 32, Capacity(16384, 32), False),
+        (4097, 1, Capacity(4608, 8), True),
+        (9000, 100, Capacity(9216, 128), True),
+        (16384, 32, Capacity(16384, 32), True),
+        (16385, 1, Capacity(16448, 2), False),
         (4000, 3000, Capacity(4096, 3001), False),  # more sequences than any graph
     ],
 )
@@ -39,8 +41,8 @@ def test_a_batch_runs_at_the_smallest_capacity_that_takes_it_and_its_dummies(
 
 def test_the_ladder_is_that_of_the_design() -> None:
     assert TOKEN_COUNTS[:9] == (64, 128, 192, 256, 320, 384, 448, 512, 640)
-    assert TOKEN_COUNTS[-1] == 4096
-    assert len(TOKEN_COUNTS) == 24
+    assert TOKEN_COUNTS[-1] == 16384
+    assert len(TOKEN_COUNTS) == 40
 
 
 @pytest.mark.parametrize("max_tokens", [40, 4096, 4097, 16384, 32768])

@@ -246,8 +246,8 @@ def test_fused_layers_compute_what_the_float32_stream_does(dtype: torch.dtype, n
         query, key, value = modules["qkv"](x, positions, table)
         return [
             modules["linear"](x),
-            modules["bare"](x, residual),
-            modules["mlp"](x, residual),
+            modules["bare"](x, residual.clone()),  # which may hold the result afterwards
+            modules["mlp"](x, residual.clone()),
             modules["rms"](x),
             modules["norm"](x),
             modules["norm"](x, residual),

@@ -10,8 +10,8 @@ each rounded up to a size of `TOKENS`, `SEQUENCES`, `LONGEST`; the second is the
 much and others nothing. Each result is compared with the formula in float32 on some of its sequences: a backend that is
 wrong once is out.
 
-Where a batch is replayed, what a backend's `prepare` costs the host counts in full, spread over the layers: the device
-may be waiting for it. Above the graphs' ladder a step takes longer than any plan, and it counts nothing. Within 3 % the
+What a backend's `prepare` costs the host counts in full, spread over the layers: the device may be waiting for it. A
+step of many tokens takes longer than any plan for the next one, and there it counts nothing. Within 3 % the
 first of `BACKENDS` wins, so that the choice is stable and few backends are in use, each of which has graphs of its own.
 
 What was measured is kept in a file; another card, driver, version, head shape or set of backends measures anew, which
@@ -72,6 +72,7 @@ LONGEST = (32, 128, 512, 2048, 8192, 32768)
 # Classes that are left to their neighbours: with half as many rows or twice as many, all take much the same.
 _SEQUENCES_IF_MANY_TOKENS = (8, 128, 512)
 _MANY_TOKENS = 2048
+_SHORT_STEP_TOKENS = 4096  # up to here the device may wait for the host
 _SHORT = 128  # length of sequences that 16,384 tokens of are as 4,096 of
 
 _BUDGET_S = 6.0  # of measuring, once all is imported and most is compiled
@@ -108,8 +109,7 @@ class Measurement:
 
     def cost_us(self, cell: Cell, num_layers: int) -> float:
         """Of one layer: what a choice is made by."""
-        _, replayed = place(cell.tokens, 1)
-        return self.us + (self.prepare_us / num_layers if replayed else 0.0)
+        return self.us + (self.prepare_us / num_layers if cell.tokens <= _SHORT_STEP_TOKENS else 0.0)
 
     @property
     def is_right(self) -> bool:
