@@ -76,8 +76,9 @@ class Engine:
         runner: DeviceRunner | None = None
         if self._device.type == "cpu":
             packed = pack_linears(self._model)
-            self._runner: Runner = HostRunner(self._model, checkpoint.pooling)
-            attention = "sdpa"
+            host = HostRunner.build(self._model, checkpoint.pooling, config)
+            self._runner: Runner = host
+            attention = host.attention
             how = f"{'packed' if packed else 'plain'} linear layers, {torch.get_num_threads()} CPU threads"
         else:
             runner = DeviceRunner.build(

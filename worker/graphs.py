@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Below about 200 tokens the weights are what takes the time and padding is free; above, it costs what it adds: 11 % at
-# worst, 3 % in the mean. Even 8,192 tokens take longer to launch than to compute on a slow host (18 ms against 14 ms for
-# 200 kernels, 2026-11-29), so graphs go up to twice that; beyond, steps run eagerly, nearly unpadded.
+# worst, 3 % in the mean. Even 8,192 tokens can take longer to launch than to compute (slow host: 18 ms against 14 ms
+# for 200 kernels, 2026-11-29), so graphs go up to twice that; beyond, steps run eagerly, nearly unpadded.
 TOKEN_COUNTS = (
     *range(64, 513, 64),
     *range(640, 1025, 128),

@@ -14,7 +14,6 @@ import torch
 from common.protocol import Batch, row_bytes
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention
-from worker.attention.sdpa import SdpaAttention
 from worker.attention.select import select
 from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place
 from worker.lazy import LazyTensor, Rows
@@ -50,10 +49,20 @@ class Runner(Protocol):
 class HostRunner:
     """On a CPU: everything has happened when `run` returns."""
 
-    def __init__(self, model: Model, pooling: Pooling) -> None:
+    def __init__(self, model: Model, pooling: Pooling, attention: Attention) -> None:
         self._model = model
         self._pooling = pooling
-        self._attention = SdpaAttention()
+        self._attention = attention
+
+    @classmethod
+    def build(cls, model: Model, pooling: Pooling, config: WorkerConfig) -> HostRunner:
+        """Raises ModelError: the attention that the configuration asks for is not one for CPUs."""
+        selection = select(config.attention, _head_shape(model), torch.device("cpu"), Path(config.cache_dir))
+        return cls(model, pooling, selection.backends()[0])
+
+    @property
+    def attention(self) -> str:
+        return self._attention.name
 
     def run(self, batch: Batch) -> LazyTensor:
         ragged, restore = load_sorted(batch, self._attention)
@@ -125,9 +134,7 @@ class DeviceRunner:
             ModelError: that attention is not there, or cannot do this model's heads.
         """
         cache = Path(config.cache_dir)
-        heads = HeadShape(
-            model.num_heads, model.num_kv_heads, model.head_dim, model.causal, next(model.parameters()).dtype
-        )
+        heads = _head_shape(model)
         selection = select(
             config.attention,
             heads,
@@ -257,6 +264,11 @@ def _forward(model: Model, ragged: RaggedBatch, pooling: Pooling) -> torch.Tenso
 
         return pool_and_finish(hidden, ragged.cu_seqlens, pooling, *wanted)
     return finish(pool(hidden, ragged.cu_seqlens, pooling), *wanted)
+
+
+def _head_shape(model: Model) -> HeadShape:
+    dtype = next(model.parameters()).dtype
+    return HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.causal, dtype)
 
 
 def row_width(batch: Batch, dimensions: int) -> int:

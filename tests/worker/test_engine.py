@@ -167,6 +167,13 @@ def test_a_dtype_that_the_device_does_not_have_is_refused(tiny_folder: Path) -> 
         make_engine(tiny_folder, dtype="float16")
 
 
+def test_attention_that_is_not_for_this_device_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(ModelError, match="attention triton: is for GPUs"):
+        make_engine(tiny_folder, attention="triton")
+    with pytest.raises(ModelError, match="there is no attention backend 'flash'; there are auto, triton"):
+        make_engine(tiny_folder, attention="flash")
+
+
 def test_the_fingerprint_depends_on_dtype_and_pooling(tmp_path: Path, tiny_folder: Path) -> None:
     other_pooling = make_engine(write_bert(tmp_path, pooling="pooling_mode_cls_token"))
     other_dtype = make_engine(tiny_folder, dtype="bfloat16")
