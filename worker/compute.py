@@ -6,8 +6,8 @@ a bound of its own: the server takes no more than two batches at once.
 
     server ─batch→ launcher: Engine.step ─LazyTensor→ collector: waits, asleep ─outcome→ server
 
-The launcher never waits for the device, so the next step is launched behind the running one. What is ready at once
-(always so on a CPU) it hands on itself. When nothing waits it lets the engine tend to its graphs.
+The launcher does not wait for a step to end, so the next one is launched behind the running one. What is ready at once
+(always so on a CPU) it hands on itself. When no batch has come for a moment it lets the engine tend to its graphs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 1000
+_IDLE_S = 0.02  # without a batch; a client that waits for its answer before it asks again is back sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +125,14 @@ class Compute:
     # --- on the launcher ---
 
     def _launch_all(self) -> None:
+        engine: Engine | None = None
         try:
             engine = self._engine = self._build()
             self._put(Ready(engine.hello()))
             while (batch := self._next_batch(engine)) is not None:
                 self._launch(engine, batch)
         except Exception as error:  # noqa: BLE001  # carried to the server's thread, which ends the process
-            self._put(Broken(error))
+            self._put(Broken(_cause(engine, error)))
         finally:
             self._launched.put(None)
 
@@ -138,10 +140,9 @@ class Compute:
         """The next batch, as soon as there is one; None when there will be none."""
         while True:
             try:
-                return self._batches.get_nowait()
+                return self._batches.get(timeout=_IDLE_S if engine.has_chores else None)
             except queue.Empty:
-                if not engine.tend():
-                    return self._batches.get()
+                engine.tend()
 
     def _launch(self, engine: Engine, batch: Batch) -> None:
         step = _Step(batch, time.monotonic_ns())
@@ -164,7 +165,7 @@ class Compute:
             while (step := self._launched.get()) is not None:
                 self._collect(step)
         except Exception as error:  # noqa: BLE001  # as the launcher's
-            self._put(Broken(error))
+            self._put(Broken(_cause(self._engine, error)))
 
     # --- on either; of one step, one of them ---
 
@@ -201,3 +202,13 @@ class Compute:
     def _put(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)
         os.eventfd_write(self.wakeup_fd, 1)
+
+
+def _cause(engine: Engine | None, error: Exception) -> Exception:
+    """The error itself, or that the device is lost, which errors of many kinds may be signs of."""
+    try:
+        if engine is not None:
+            engine.check_device(error)
+    except Exception as lost:  # noqa: BLE001  # a DeviceLost
+        return lost
+    return error

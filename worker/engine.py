@@ -3,7 +3,7 @@
 `step` launches a batch and returns at once (see `lazy`); on a CPU that means when it is done. The whole of what a
 sequence asks for (columns, unit length, quantisation) is computed on the device, so that only finished rows travel.
 
-One thread builds an engine and calls it: the one thread that launches anything on the device.
+One thread builds an engine and calls it: the one thread that launches steps on the device. Rows may be read on another.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class Engine:
         A row begins with what its encoding asks for; of float32, columns from `batch.dimensions[i]` on are 0. A row
         that is not finite is no answer and is marked so; in float32 it is NaN in all its columns.
 
-        Where the device has no memory left for it, the batch runs in two halves, one after the other.
+        Where the device has no memory left for it, graphs give theirs back and the batch runs in two halves, one after
+        the other. Of results on a GPU no more than three may be unread.
 
         Raises:
             BadBatch: the batch is outside the model's limits; nothing was launched.
@@ -154,23 +155,28 @@ class Engine:
         try:
             return self._runner.run(batch)
         except torch.OutOfMemoryError:
-            if len(batch.lengths) == 1:
-                raise
-            failed_tokens = len(batch.token_ids)
+            pass
         except RuntimeError as error:
             self.check_device(error)
             raise
         # Outside the handler, whose traceback would hold on to the memory.
         self._metrics.memory_splits.inc()
-        logger.warning("no memory on %s for %d tokens at once: in halves", self._device, failed_tokens)
+        logger.warning("no memory on %s for %d tokens at once", self._device, len(batch.token_ids))
         self._runner.release_memory()
+        if len(batch.lengths) == 1:
+            return self._runner.run(batch)
         halves = [self.step(half).numpy() for half in _halves(batch)]
         rows = _joined(halves)
         return LazyTensor(lambda: rows)
 
-    def tend(self) -> bool:
-        """Do a piece of work that nobody waits for (a graph's capture), while no batch does; False if there is none."""
-        return self._runner.tend()
+    @property
+    def has_chores(self) -> bool:
+        """Whether `tend` has something to do."""
+        return self._runner.has_chores
+
+    def tend(self) -> None:
+        """Do a piece of work that nobody waits for (a graph's capture), if there is any; call when no batch waits."""
+        self._runner.tend()
 
     def check_device(self, error: Exception) -> None:
         """Raises DeviceLost: what followed `error` shows that the device is gone, not just this one step."""
@@ -189,8 +195,12 @@ class Engine:
         chosen = _GPU_BATCH_TOKENS[0]
         for num_tokens in _GPU_BATCH_TOKENS:
             batch = self._warm_up_batch(_full(num_tokens, self._limits.max_tokens))
-            self._runner.run_ready(batch).numpy()
-            if statistics.median(self._seconds(batch) for _ in range(3)) > _GPU_STEP_S:
+            try:
+                self._runner.run_ready(batch).numpy()
+                step_s = statistics.median(self._seconds(batch) for _ in range(3))
+            except torch.OutOfMemoryError:
+                step_s = math.inf
+            if step_s > _GPU_STEP_S:
                 break
             chosen = num_tokens
         return chosen
@@ -212,6 +222,7 @@ class Engine:
         steps = [[1], [3], [min(10, longest)], [1, min(30, longest), min(7, longest)], _full(budget, longest)]
         if self._device.type == "cuda":
             steps += [_full(1 << power, longest) for power in range(6, budget.bit_length())]
+            steps.append([min(8, longest)] * (budget // 8))  # many short ones have a kernel of their own
         s_per_token = 0.0
         for lengths in steps:
             if time.monotonic() + s_per_token * sum(lengths) > deadline_s:

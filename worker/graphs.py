@@ -4,14 +4,14 @@ Launching a model's kernels one by one costs the host ten times what a small ste
 all of them at once, for one capacity (`ragged.Capacity`) and attention backend: its key. Nothing about lengths is in
 it, so a few dozen keys serve any mix of requests.
 
-The first use of a key runs eagerly, which also compiles what it needs; from the second on a capture is wanted; it is
-made when there is nothing else to do or, under steady load, as often as a twentieth of the time allows; from then on
-the key is replayed. Whoever asks is thus never kept waiting for a capture that only others profit from. A key whose
-capture fails stays eager, and is reported.
+The first use of a key runs eagerly, which also compiles what it needs, so a batch that nobody asks for again costs no
+more than that. From the second use on a capture is wanted: it is made when no batch has come for a moment, or on a
+batch's way if captures have taken less than a twentieth of the time lately (it delays that batch, once, by some 20 ms).
+From then on the key is replayed. A key whose capture fails stays eager, and is reported.
 
 All graphs share one pool of memory: they run one after the other on one stream, and what a graph leaves is fetched
-behind it on that stream before the next one runs. The pool is bounded in bytes; the key that was used longest ago
-goes first. This module knows no model.
+behind it on that stream before the next one runs. torch gives a pool back only as a whole. So where graphs take more
+than they may, all are dropped, and the more recently used half of them is wanted again. This module knows no model.
 
 Rejected: `torch.cuda.graph`, which synchronises the device and empties the allocator's caches at each capture.
 """
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Below about 200 tokens the weights are what takes the time and padding is free; above, it costs what it adds: 11 % at
-# worst, 3 % in the mean. Even 8,192 tokens can take longer to launch than to compute (slow host: 18 ms against 14 ms
-# for 200 kernels, 2026-11-29), so graphs go up to twice that; beyond, steps run eagerly, nearly unpadded.
+# Below about 200 tokens the weights are what takes the time, and padding is free. Above, it costs what it adds: a
+# quarter of a step at worst (1,025 tokens run as 1,280), 5 % in the mean. Even 8,192 tokens can take longer to
+# launch than to compute (18 ms on a slow host against 14 ms, 200 kernels, 2026-11-29), so graphs go up to twice
+# that; beyond, steps run eagerly, nearly unpadded.
 TOKEN_COUNTS = (
     *range(64, 513, 64),
     *range(640, 1025, 128),
@@ -85,7 +86,7 @@ def largest_capacity(max_tokens: int) -> Capacity:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     output: torch.Tensor
-    size_bytes: int
+    size_bytes: int  # of device memory that its capture took
 
 
 class GraphRunner:
@@ -99,6 +100,7 @@ class GraphRunner:
         lazy: bool,
         max_bytes: int,
         hot_keys: Path,
+        can_run: Callable[[Key], bool],
         metrics: Metrics,
     ) -> None:
         """
@@ -108,6 +110,7 @@ class GraphRunner:
             lazy: whether keys are captured as they come along; else never, unless `capture` is called.
             max_bytes: of device memory that graphs may take.
             hot_keys: file of the keys that were in use; they are captured first next time.
+            can_run: whether a key of that file, which another configuration may have written, means something here.
         """
         self._forward = forward
         self._warm_up = warm_up
@@ -119,13 +122,15 @@ class GraphRunner:
         self._eager_runs = metrics.graph_runs.labels("eager")
         self._pool: tuple[int, int] | None = None
         self._captured: OrderedDict[Key, _Captured] = OrderedDict()  # the least recently used first
-        self._used: set[Key] = set()
-        self._wanted: OrderedDict[Key, None] = OrderedDict()
+        self._compiled: set[Key] = set()  # what has run eagerly
+        self._wanted: OrderedDict[Key, None] = OrderedDict()  # in the order in which they are captured
         self._failed: dict[Key, str] = {}
         self._size_bytes = 0
         self._next_capture_s = 0.0
+        self._hot: set[Key] = set()  # of the last run, and not used in this one yet
         if lazy:
-            self._wanted.update(dict.fromkeys(self._read_hot_keys()))
+            self._wanted.update(dict.fromkeys(key for key in self._read_hot_keys() if can_run(key)))
+            self._hot.update(self._wanted)
 
     def run(self, key: Key) -> torch.Tensor:
         """Launch a key's forward pass; what it returns is valid until the next call, in the order of the stream."""
@@ -136,22 +141,25 @@ class GraphRunner:
             self._captured.move_to_end(key)
             self._replays.inc()
             return captured.output
-        if key in self._used and self._lazy and key not in self._failed:
+        self._hot.discard(key)
+        if self._lazy and key in self._compiled and key not in self._failed:
             self._wanted[key] = None
             if time.monotonic() >= self._next_capture_s and self.capture(key):
                 return self.run(key)
-        self._used.add(key)
         output = self._forward(key)
+        self._compiled.add(key)
         self._eager_runs.inc()
         return output
 
-    def tend(self) -> bool:
-        """Capture one key that is wanted, now that there is nothing else to do; False if there is none."""
-        if not self._wanted:
-            return False
-        key = next(iter(self._wanted))
-        self.capture(key)
-        return True
+    @property
+    def wants(self) -> bool:
+        """Whether `tend` has something to do."""
+        return bool(self._wanted)
+
+    def tend(self) -> None:
+        """Capture one key that is wanted, if there is one: to be called when there is nothing else to do."""
+        if self._wanted:
+            self.capture(next(iter(self._wanted)))
 
     def capture(self, key: Key) -> bool:
         """Capture a key now, unless it is; whether it is then."""
@@ -160,37 +168,48 @@ class GraphRunner:
             return True
         started_s = time.monotonic()
         try:
-            if key not in self._used:
+            if key not in self._compiled:
                 self._warm_up(key)
-                self._used.add(key)
+                self._compiled.add(key)
             captured = self._capture(key)
+        except torch.OutOfMemoryError:
+            self._forget_empty_pool()
+            torch.cuda.empty_cache()
+            logger.info("no memory for a graph of %s now", _text(key))
+            return False
         except Exception as error:  # noqa: BLE001  # whatever a capture dislikes: the key can still run eagerly
             torch.cuda.synchronize()  # raises if the device itself is broken
             self._forget_empty_pool()
-            self._failed[key] = f"{type(error).__name__}: {error}"
-            self._metrics.graph_captures.labels("failed").inc()
-            logger.warning("%s stays without a graph: %s", _text(key), self._failed[key])
+            self._fail(key, f"{type(error).__name__}: {error}")
             return False
         finally:
             took_s = time.monotonic() - started_s
             self._next_capture_s = time.monotonic() + took_s / _CAPTURE_SHARE
         self._captured[key] = captured
+        if key in self._hot:
+            self._captured.move_to_end(key, last=False)  # what this run has used is dearer
         self._size_bytes += captured.size_bytes
         self._metrics.graph_captures.labels("done").inc()
         self._metrics.graph_capture_seconds.observe(took_s)
         logger.debug("captured %s in %.1f ms, %d bytes", _text(key), took_s * 1000, captured.size_bytes)
-        self._evict(keep=key)
-        self._metrics.graphs.set(len(self._captured))
-        self._metrics.graph_bytes.set(self._size_bytes)
+        if self._size_bytes > self._max_bytes:
+            self._shrink()
+        self._show_size()
         self._write_hot_keys()
-        return True
+        return key in self._captured
 
     def release(self) -> None:
-        """Give all graphs up: memory is short."""
-        while self._captured:
-            self._drop(next(iter(self._captured)))
-        self._metrics.graphs.set(0)
-        self._metrics.graph_bytes.set(0)
+        """Give all graphs up, and their memory back."""
+        # The last replay may still run; memory that a graph uses is not to be freed under it.
+        torch.cuda.synchronize()
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
+        self._compiled.clear()  # whatever else was kept for a key may go with its memory
+        self._size_bytes = 0
+        self._forget_empty_pool()
+        torch.cuda.empty_cache()
+        self._show_size()
 
     def keys(self) -> list[Key]:
         """What is captured, the least recently used first."""
@@ -219,25 +238,29 @@ class GraphRunner:
         free_after, _ = torch.cuda.mem_get_info()
         return _Captured(graph, output, max(0, free_before - free_after))
 
-    def _evict(self, keep: Key) -> None:
-        while self._size_bytes > self._max_bytes and len(self._captured) > 1:
-            oldest = next(key for key in self._captured if key != keep)
-            logger.info("dropped the graph of %s: all take %d bytes", _text(oldest), self._size_bytes)
-            self._drop(oldest)
-            self._metrics.graph_evictions.inc()
+    def _shrink(self) -> None:
+        keys = list(self._captured)
+        kept = keys[(len(keys) + 1) // 2 :]  # none of one
+        logger.info("%d graphs take %d bytes: all dropped, %d wanted again", len(keys), self._size_bytes, len(kept))
+        self._metrics.graph_evictions.inc(len(keys) - len(kept))
+        if not kept:
+            self._fail(keys[0], f"alone it takes {self._size_bytes} bytes, more than --max-graph-bytes")
+        self.release()
+        self._wanted.update(dict.fromkeys(reversed(kept)))
 
-    def _drop(self, key: Key) -> None:
-        # Its last replay may still run; memory that a graph uses is not to be freed under it.
-        torch.cuda.synchronize()
-        captured = self._captured.pop(key)
-        captured.graph.reset()
-        self._size_bytes -= captured.size_bytes
-        self._forget_empty_pool()
+    def _fail(self, key: Key, why: str) -> None:
+        self._failed[key] = why
+        self._metrics.graph_captures.labels("failed").inc()
+        logger.warning("%s stays without a graph: %s", _text(key), why)
 
     def _forget_empty_pool(self) -> None:
         """torch gives a pool up with the last graph that uses it."""
         if not self._captured:
             self._pool = None
+
+    def _show_size(self) -> None:
+        self._metrics.graphs.set(len(self._captured))
+        self._metrics.graph_bytes.set(self._size_bytes)
 
     def _read_hot_keys(self) -> list[Key]:
         try:
@@ -254,7 +277,8 @@ class GraphRunner:
 
     def _write_hot_keys(self) -> None:
         """Only a hint for the next start: the most recently used first, written whenever one is added."""
-        text = json.dumps([*reversed(self._captured)][:_MAX_HOT_KEYS])
+        still_hot = [key for key in self._wanted if key in self._hot]
+        text = json.dumps([*reversed(self._captured), *still_hot][:_MAX_HOT_KEYS])
         temporary = self._hot_keys.with_suffix(f".{os.getpid()}.tmp")
         try:
             self._hot_keys.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ Everything that a batch claims is checked here, once; below nothing is checked a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -169,7 +169,9 @@ class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is
         lengths = np.zeros(sequences, dtype=np.int32)
         if batch is not None:
             lengths[:num_sequences] = batch.lengths
-        dummies = dummy_lengths(tokens - num_tokens)
+        # Without a batch there may be fewer rows for dummies than short ones take.
+        longest = MAX_DUMMY_LENGTH if batch is not None else max(MAX_DUMMY_LENGTH, -(-tokens // sequences))
+        dummies = dummy_lengths(tokens - num_tokens, longest)
         lengths[num_sequences : num_sequences + len(dummies)] = dummies
 
         width, first = _aligned(tokens), 4 * _aligned(tokens)
@@ -196,12 +198,7 @@ def _aligned(num_words: int) -> int:
     return -(-num_words // 4) * 4
 
 
-def dummy_lengths(num_tokens: int) -> list[int]:
+def dummy_lengths(num_tokens: int, longest: int = MAX_DUMMY_LENGTH) -> list[int]:
     """Lengths of the dummy sequences that so many tokens make."""
-    full, rest = divmod(num_tokens, MAX_DUMMY_LENGTH)
-    return [MAX_DUMMY_LENGTH] * full + ([rest] if rest else [])
-
-
-def as_reference(batch: RaggedBatch, attention: Attention) -> RaggedBatch:
-    """The same batch, to be computed in float32 with this attention."""
-    return replace(batch, attention=attention, reference=True)
+    full, rest = divmod(num_tokens, longest)
+    return [longest] * full + ([rest] if rest else [])

@@ -1,12 +1,13 @@
 """A model's forward pass from a batch to finished rows: plainly on a CPU, by graphs on a GPU.
 
-Both runners have the same three methods, so the engine does not ask where it is.
+Both runners have the same methods, so the engine does not ask where it is.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from worker.attention.select import select
 from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place
 from worker.lazy import LazyTensor, Rows
 from worker.pooling import FLAG_BYTES, finish, pool
-from worker.ragged import Capacity, RaggedBatch, as_reference, load_sorted
+from worker.ragged import Capacity, RaggedBatch, load_sorted
 from worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from worker.models import Model
 
 
+# How a step runs: as it comes, or for certain in one of the two ways.
+Way = Literal["served", "eager", "graph"]
+
+
 class Runner(Protocol):
     def run(self, batch: Batch) -> LazyTensor:
         """Launch a checked batch."""
@@ -39,8 +44,12 @@ class Runner(Protocol):
     def run_ready(self, batch: Batch) -> LazyTensor:
         """As `run`, but first have all that makes the next run of such a batch fast: a measurement begins so."""
 
-    def tend(self) -> bool:
-        """Do a piece of work that nobody waits for; False if there is none."""
+    @property
+    def has_chores(self) -> bool:
+        """Whether `tend` has something to do."""
+
+    def tend(self) -> None:
+        """Do a piece of work that nobody waits for, if there is any."""
 
     def release_memory(self) -> None:
         """Give up what is kept for speed alone."""
@@ -66,7 +75,7 @@ class HostRunner:
 
     def run(self, batch: Batch) -> LazyTensor:
         ragged, restore = load_sorted(batch, self._attention)
-        output = _forward(self._model, ragged, self._pooling).index_select(0, restore)
+        output = _launch(self._model, ragged, self._pooling).index_select(0, restore)
         stop = FLAG_BYTES + row_width(batch, self._model.hidden_size)
         rows = Rows(output[:, FLAG_BYTES:stop].contiguous().numpy(), output[:, 0].numpy())
         return LazyTensor(lambda: rows)
@@ -74,15 +83,19 @@ class HostRunner:
     def run_ready(self, batch: Batch) -> LazyTensor:
         return self.run(batch)
 
-    def tend(self) -> bool:
+    @property
+    def has_chores(self) -> bool:
         return False
+
+    def tend(self) -> None:
+        pass
 
     def release_memory(self) -> None:
         pass
 
 
 class DeviceRunner:
-    """On a GPU: `run` returns once all is launched. One thread calls it, whose current stream it sets for good."""
+    """On a GPU: `run` returns once all is launched. One thread calls it, always on the same current stream."""
 
     def __init__(
         self,
@@ -112,6 +125,7 @@ class DeviceRunner:
             lazy=self._has_graphs,
             max_bytes=config.max_graph_bytes,
             hot_keys=hot_keys,
+            can_run=self._can_run,
             metrics=metrics,
         )
 
@@ -134,12 +148,11 @@ class DeviceRunner:
             ModelError: that attention is not there, or cannot do this model's heads.
         """
         cache = Path(config.cache_dir)
-        heads = _head_shape(model)
         selection = select(
             config.attention,
-            heads,
+            _head_shape(model),
             device,
-            cache / f"attention-{heads.num_heads}-{heads.num_kv_heads}-{heads.head_dim}-{max_tokens}.json",
+            cache,
             num_layers=len(model.layers),
             max_tokens=max_tokens,
         )
@@ -164,44 +177,46 @@ class DeviceRunner:
         return self._selection.backends()
 
     def capture_ladder(self, longest: int) -> int:
-        """Capture the capacities that steps of ordinary length have, all of them; how many."""
+        """Capture the capacities that steps of sequences of at least four tokens have, all of them; how many."""
         for tokens in reversed(TOKEN_COUNTS):  # the largest first: what it leaves in the pool serves the others
             for sequences in SEQUENCE_COUNTS:
-                if sequences <= tokens // 4:
+                if sequences <= tokens // 4 and sequences * longest >= tokens:
                     length = min(longest, max(1, tokens // sequences))
                     backend = self._selection.choose(tokens, sequences, length)
                     self.graphs.capture(_key(backend, Capacity(tokens, sequences), length))
         return len(self.graphs.keys())
 
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """All ways in which steps may run here."""
+        return ("eager", "graph") if self._has_graphs else ("eager",)
+
     def run(self, batch: Batch) -> LazyTensor:
-        return self.run_with(batch, None)
+        return self.run_with(batch, None, "served")
 
     def run_ready(self, batch: Batch) -> LazyTensor:
-        return self.run_with(batch, None, capture=True)
+        return self.run_with(batch, None, self.ways[-1])
 
-    def run_with(self, batch: Batch, backend: Attention | None, *, capture: bool = False) -> LazyTensor:
-        """Launch a checked batch with this attention backend (None: the one that is chosen for its shape).
-
-        With `capture` its graph is made first, if its capacity is worth one and there are graphs at all.
-        """
+    def run_with(self, batch: Batch, backend: Attention | None, way: Way) -> LazyTensor:
+        """Launch a checked batch with this attention backend; None: the one that is chosen for its shape."""
         num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
         capacity, worth = place(num_tokens, num_sequences)
         longest = int(batch.lengths.max())
         if backend is None:
             backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
         key = _key(backend, capacity, longest)
+        # A capacity that is seen once needs nothing that is kept for the next time.
+        instance = self._instance(key, backend) if worth else backend
+        if way == "graph" and worth:
+            self.graphs.capture(key)  # before the inputs are there: it may run on others first
         slot, offsets = self._staging.load(batch, capacity)
         try:
-            # A capacity that is seen once needs nothing that is kept for the next time.
-            instance = self._instance(key, backend) if worth else backend
             instance.prepare(offsets)
-            if capture and worth and self._has_graphs:
-                self.graphs.capture(key)
-            output = self.graphs.run(key) if worth else self._forward(key, backend)
+            output = self._forward(key, instance) if way == "eager" or not worth else self.graphs.run(key)
+            lazy = self._staging.collect(slot, output, num_sequences, row_width(batch, self._model.hidden_size))
         except BaseException:
             self._staging.give_back(slot)
             raise
-        lazy = self._staging.collect(slot, output, num_sequences, row_width(batch, self._model.hidden_size))
         if not worth:
             self._large_runs.inc()
         self._real_tokens.inc(num_tokens)
@@ -217,23 +232,27 @@ class DeviceRunner:
         slot, _ = self._staging.load(batch, capacity)
         try:
             ragged = capacity.views(self._staging.block, ReferenceAttention(), capacity.tokens)
-            output = _forward(self._model, as_reference(ragged, ReferenceAttention()), self._pooling)
+            output = _launch(self._model, replace(ragged, reference=True), self._pooling)
             return output[: len(batch.lengths), FLAG_BYTES:].cpu().numpy().view(np.float32)
         finally:
             self._staging.give_back(slot)
 
-    def tend(self) -> bool:
-        return self.graphs.tend()
+    @property
+    def has_chores(self) -> bool:
+        return self.graphs.wants
+
+    def tend(self) -> None:
+        self.graphs.tend()
 
     def release_memory(self) -> None:
         self.graphs.release()
-        torch.cuda.empty_cache()
+        self._instances.clear()
 
     def _forward(self, key: Key, attention: Attention | None = None) -> torch.Tensor:
         """Launch a key's kernels on the inputs as they are, with this attention; if None, with the one it keeps."""
         bound = key.max_seqlen or key.capacity.tokens
         ragged = key.capacity.views(self._staging.block, attention or self._instances[key], bound)
-        return _forward(self._model, ragged, self._pooling)
+        return _launch(self._model, ragged, self._pooling)
 
     def _warm_up(self, key: Key) -> None:
         """Run a key that has not come along yet, on dummies."""
@@ -243,8 +262,13 @@ class DeviceRunner:
             self._instance(key, backend).prepare(offsets)
             self._forward(key)
         finally:
-            torch.cuda.current_stream().synchronize()  # before the slot may be filled again
             self._staging.give_back(slot)
+
+    def _can_run(self, key: Key) -> bool:
+        names = {backend.name for backend in self._selection.backends()}
+        return (
+            key.attention in names and key.capacity.tokens in TOKEN_COUNTS and key.capacity.sequences in SEQUENCE_COUNTS
+        )
 
     def _instance(self, key: Key, backend: Attention) -> Attention:
         """What the graph of a key keeps to itself; made once."""
@@ -255,7 +279,7 @@ class DeviceRunner:
 
 
 @torch.inference_mode()
-def _forward(model: Model, ragged: RaggedBatch, pooling: Pooling) -> torch.Tensor:
+def _launch(model: Model, ragged: RaggedBatch, pooling: Pooling) -> torch.Tensor:
     """uint8 [sequences, FLAG_BYTES + 4 * hidden], see `pooling.finish`."""
     hidden = model(ragged)
     wanted = (ragged.dimensions, ragged.normalize, ragged.encodings)

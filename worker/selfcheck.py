@@ -59,8 +59,8 @@ def verify(runner: DeviceRunner, facts: ModelFacts) -> float:
     for batch in _batches(facts):
         expected = runner.reference(batch)
         for backend in runner.backends():
-            for way, capture in (("eager", False), ("graph", True)):
-                rows = runner.run_with(batch, backend, capture=capture).numpy().rows.view(np.float32)
+            for way in runner.ways:
+                rows = runner.run_with(batch, backend, way).numpy().rows.view(np.float32)
                 cosine = float(_cosines(rows, expected).min())
                 lowest = min(lowest, cosine)
                 if not cosine >= _LEAST_COSINE:

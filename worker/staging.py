@@ -47,7 +47,10 @@ class _Slot:
 
 
 class Staging:
-    """`load` and `collect` are for the thread that launches; rows may be read on any one other, or on the same."""
+    """`load` and `collect` are for the thread that launches; rows may be read on any one other, or on the same.
+
+    Every result has to be read: its buffers are on loan until then, and `load` waits where all are.
+    """
 
     def __init__(self, largest: Capacity, stream: torch.cuda.Stream) -> None:
         """Room for any capacity whose `num_words` are at most those of the largest. `stream` is what computes."""
@@ -87,8 +90,11 @@ class Staging:
         return slot, offsets
 
     def give_back(self, slot: _Slot) -> None:
-        """Of a step that was not launched after all."""
-        self._free.put(slot)
+        """Of a step that nobody will read. Waits until nothing reads its input any more."""
+        try:
+            self._stream.synchronize()
+        finally:
+            self._free.put(slot)
 
     def collect(self, slot: _Slot, output: torch.Tensor, num_sequences: int, width: int) -> LazyTensor:
         """Keep `width` bytes of each of the first rows for whoever reads them.
@@ -106,6 +112,7 @@ class Staging:
 
         def read() -> Rows:
             try:
+                torch.cuda.set_device(self._device)  # a thread of its own starts out at device 0
                 with torch.cuda.stream(self._copy_stream):
                     slot.launched.wait()
                     slot.pinned_output[:size].copy_(slot.device_output[:size], non_blocking=True)

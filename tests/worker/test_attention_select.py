@@ -397,25 +397,25 @@ def test_a_chosen_backend_that_no_longer_opens_is_replaced(cache: Path, caplog: 
 # --- asking for one ---
 
 
-def test_without_a_gpu_it_is_sdpa(cache: Path) -> None:
-    selection = select("auto", SHAPE, CPU, cache)
+def test_without_a_gpu_it_is_sdpa(tmp_path: Path) -> None:
+    selection = select("auto", SHAPE, CPU, tmp_path)
 
     assert selection.choose(100, 3, 50).name == "sdpa"
     assert selection.describe() == "sdpa, the one for CPUs"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_in_float32_on_a_gpu_it_is_triton(cache: Path) -> None:
+def test_in_float32_on_a_gpu_it_is_triton(tmp_path: Path) -> None:
     importlib.import_module("tests.worker.kernels")  # chooses the interpreter before Triton is imported
 
-    selection = select("auto", replace(SHAPE, dtype=torch.float32), torch.device("cuda"), cache)
+    selection = select("auto", replace(SHAPE, dtype=torch.float32), torch.device("cuda"), tmp_path)
 
     assert {selection.choose(t, 8, length).name for t in TOKENS for length in LONGEST} == {"triton"}
     assert selection.describe() == "triton, the one that computes in torch.float32 on a GPU"
 
 
-def test_a_forced_backend_runs_everything(cache: Path) -> None:
-    selection = select("reference", SHAPE, CPU, cache)
+def test_a_forced_backend_runs_everything(tmp_path: Path) -> None:
+    selection = select("reference", SHAPE, CPU, tmp_path)
 
     names = {selection.choose(t, s, length).name for t in TOKENS for s in SEQUENCES for length in LONGEST}
     assert names == {"reference"}
@@ -430,9 +430,27 @@ def test_a_forced_backend_runs_everything(cache: Path) -> None:
         ("flashinfer_fa3", "attention flashinfer_fa3: is for GPUs"),
     ],
 )
-def test_a_forced_backend_that_cannot_be_had_is_refused(cache: Path, name: str, reason: str) -> None:
+def test_a_forced_backend_that_cannot_be_had_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(AttentionUnavailable, match=reason):
-        select(name, SHAPE, CPU, cache)
+        select(name, SHAPE, CPU, tmp_path)
+
+
+def test_each_shape_and_longest_sequence_has_a_file_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[Path] = []
+    monkeypatch.setattr(Selection, "measured", lambda *args, cache, **kwargs: paths.append(cache))
+    shapes = [
+        replace(SHAPE, **change)
+        for change in ({}, {"num_heads": 32}, {"num_kv_heads": 4}, {"head_dim": 64}, {"causal": False})
+    ] + [replace(SHAPE, dtype=torch.float16)]
+
+    for shape in shapes:
+        for max_tokens in (512, 32768):
+            select("auto", shape, torch.device("cuda"), tmp_path, max_tokens=max_tokens)
+
+    assert paths[0] == tmp_path / "attention-16-8-128-causal-bfloat16-512.json"
+    assert len(set(paths)) == 12
 
 
 # --- classes ---
@@ -501,14 +519,14 @@ def test_results_are_compared_with_the_formula(causal: bool, max_masked: int, mo
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("default")  # packages warn of what they do themselves, when they compile
-def test_on_a_gpu_what_there_is_is_measured_and_kept(cache: Path) -> None:
+def test_on_a_gpu_what_there_is_is_measured_and_kept(tmp_path: Path) -> None:
     device = torch.device("cuda")
 
-    selection = select("auto", SHAPE, device, cache)
-    again = select("auto", SHAPE, device, cache)
+    selection = select("auto", SHAPE, device, tmp_path / "folder")
+    again = select("auto", SHAPE, device, tmp_path / "folder")
 
-    (kept,) = cache.parent.iterdir()
-    assert kept.name == "attention-16-8-128-causal-bfloat16.json"
+    (kept,) = (tmp_path / "folder").iterdir()
+    assert kept.name == "attention-16-8-128-causal-bfloat16-32768.json"
     costs_us = [entry["us"] for entry in json.loads(kept.read_text())["cells"]]
     assert all(costs_us)
     assert {"triton", "torch"} <= set(costs_us[0])

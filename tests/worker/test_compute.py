@@ -55,6 +55,7 @@ class FakeEngine:
         self._at_once = at_once
         self._chores = chores
         self.tended = threading.Semaphore(0)
+        self.chore_breaks = False
         self.steps: list[FakeRows] = []
         self.launched = threading.Semaphore(0)
 
@@ -75,12 +76,15 @@ class FakeEngine:
         self.launched.release()
         return rows
 
-    def tend(self) -> bool:
-        if self._chores == 0:
-            return False
+    @property
+    def has_chores(self) -> bool:
+        return self._chores > 0
+
+    def tend(self) -> None:
         self._chores -= 1
+        if self.chore_breaks:
+            raise RuntimeError("the device is gone")
         self.tended.release()
-        return True
 
     def check_device(self, error: Exception) -> None:
         if "gone" in str(error):
@@ -164,6 +168,21 @@ def test_a_device_that_is_lost_ends_the_threads(metrics: Metrics) -> None:
     assert failed == BatchFailed(1, 1, "RuntimeError: the device is gone")
     assert isinstance(broken, Broken)
     assert isinstance(broken.error, DeviceLost)
+
+
+def test_a_device_that_is_found_lost_between_steps_is_named(metrics: Metrics) -> None:
+    engine = FakeEngine(at_once=True, chores=1)
+    engine.chore_breaks = True
+    compute = Compute(lambda: engine, metrics)  # type: ignore[arg-type, return-value]  # a fake
+
+    compute.start()
+
+    assert select.select([compute.wakeup_fd], [], [], 10)[0]
+    outcomes = compute.take_outcomes()
+    while not isinstance(outcomes[-1], Broken):
+        assert select.select([compute.wakeup_fd], [], [], 10)[0]
+        outcomes += compute.take_outcomes()
+    assert isinstance(outcomes[-1].error, DeviceLost)
 
 
 def test_what_is_ready_at_once_is_handed_on_before_the_next_step(host: Harness) -> None:

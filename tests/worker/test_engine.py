@@ -243,9 +243,10 @@ class ShortOfMemory:
         self._max_tokens = max_tokens
         self.released = 0
         self.ran: list[int] = []
+        self.freed_tokens = 0
 
     def run(self, batch: Batch) -> LazyTensor:
-        if len(batch.token_ids) > self._max_tokens:
+        if len(batch.token_ids) > self._max_tokens + (self.freed_tokens if self.released else 0):
             raise torch.OutOfMemoryError("no memory")
         self.ran.append(len(batch.token_ids))
         return self._runner.run(batch)
@@ -265,6 +266,17 @@ def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(tiny_folder: Path)
     np.testing.assert_allclose(rows.rows.view(np.float32), whole.rows.view(np.float32), atol=1e-6)
     assert sum(runner.ran) == 52
     assert runner.released > 0
+
+
+def test_a_sequence_that_fits_once_graphs_have_given_way_runs(tiny_folder: Path) -> None:
+    engine = make_engine(tiny_folder)
+    runner = engine._runner = ShortOfMemory(engine._runner, max_tokens=30)  # type: ignore[assignment]
+    runner.freed_tokens = 10
+
+    rows = engine.step(make_batch(random_sequences([40]))).numpy()
+
+    assert np.isfinite(rows.rows.view(np.float32)).all()
+    assert runner.ran == [40]
 
 
 def test_a_sequence_that_does_not_fit_into_memory_alone_fails(tiny_folder: Path) -> None:

@@ -62,13 +62,13 @@ class Doubler:
         self.input = torch.zeros(64, device="cuda")
         self.launches = 0
         self.warm_ups: list[Key] = []
-        self.refuses = False
+        self.refuses: Exception | None = None
 
     def forward(self, key: Key) -> torch.Tensor:
         self.launches += 1
         doubled = self.input[: key.capacity.tokens] * 2
-        if self.refuses and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("this cannot be captured")
+        if self.refuses is not None and torch.cuda.is_current_stream_capturing():
+            raise self.refuses
         return doubled
 
     def warm_up(self, key: Key) -> None:
@@ -93,6 +93,7 @@ def start(doubler: Doubler, tmp_path: Path, metrics: Metrics) -> Start:
             lazy=lazy,
             max_bytes=max_bytes,
             hot_keys=tmp_path / "cache" / "hot.json",
+            can_run=lambda key: key.attention == "triton",
             metrics=metrics,
         )
 
@@ -132,9 +133,10 @@ class TestOnADevice:
 
         assert graphs.keys() == [key(8)]
         assert output.shape == (16,)
-        assert graphs.tend()
+        assert graphs.wants
+        graphs.tend()
         assert graphs.keys() == [key(8), key(16)]
-        assert not graphs.tend()
+        assert not graphs.wants
 
     def test_without_graphs_everything_is_eager(self, doubler: Doubler, start: Start) -> None:
         graphs = start(lazy=False)
@@ -143,13 +145,13 @@ class TestOnADevice:
             graphs.run(key(8))
 
         assert doubler.launches == 3
-        assert not graphs.tend()
+        assert not graphs.wants
 
     def test_a_key_whose_capture_fails_stays_eager(
         self, doubler: Doubler, start: Start, caplog: pytest.LogCaptureFixture
     ) -> None:
         graphs = start()
-        doubler.refuses = True
+        doubler.refuses = RuntimeError("this cannot be captured")
 
         for _ in range(4):
             output = graphs.run(key(8))
@@ -162,26 +164,32 @@ class TestOnADevice:
 
     def test_after_a_failed_capture_others_are_captured(self, doubler: Doubler, start: Start) -> None:
         graphs = start()
-        doubler.refuses = True
+        doubler.refuses = RuntimeError("this cannot be captured")
         graphs.capture(key(8))
-        doubler.refuses = False
+        doubler.refuses = None
 
         assert graphs.capture(key(16))
         doubler.input.fill_(2)
 
         assert graphs.run(key(16)).tolist() == [4.0] * 16
 
-    def test_graphs_beyond_the_cap_are_dropped_the_least_recently_used_first(
+    def test_beyond_the_cap_all_are_dropped_and_the_more_recently_used_half_is_wanted_again(
         self, doubler: Doubler, start: Start
     ) -> None:
-        graphs = start(max_bytes=1)
-        graphs.capture(key(8))
-        graphs.capture(key(16))
-        kept = graphs.keys()
-        doubler.input.fill_(1)
+        graphs = start()
+        for tokens in (8, 16, 24, 32):
+            graphs.capture(key(tokens))
+        graphs.run(key(8))
 
-        assert kept in ([key(16)], [key(8), key(16)])  # a graph so small may cost no memory of its own
-        assert graphs.run(key(8)).tolist() == [2.0] * 8
+        graphs._shrink()
+
+        assert (graphs.keys(), graphs.size_bytes) == ([], 0)
+        graphs.tend()
+        graphs.tend()
+        assert graphs.keys() == [key(8), key(32)]
+        assert not graphs.wants
+        doubler.input.fill_(1)
+        assert graphs.run(key(32)).tolist() == [2.0] * 32
 
     def test_the_next_start_captures_what_was_hot(self, doubler: Doubler, start: Start) -> None:
         graphs = start()
@@ -192,11 +200,38 @@ class TestOnADevice:
         doubler.warm_ups.clear()
 
         again = start()
-        while again.tend():
-            pass
+        while again.wants:
+            again.tend()
 
         assert doubler.warm_ups[0] == key(24)
-        assert set(again.keys()) == {key(8), key(16), key(24)}
+        assert again.keys() == [key(16), key(8), key(24)]  # the hottest last, as it was
+
+    def test_the_list_of_hot_keys_is_not_shortened_by_the_first_capture(self, doubler: Doubler, start: Start) -> None:
+        graphs = start()
+        for tokens in (8, 16, 24):
+            graphs.capture(key(tokens))
+        again = start()
+        again.tend()
+
+        third = start()
+        while third.wants:
+            third.tend()
+
+        assert set(third.keys()) == {key(8), key(16), key(24)}
+
+    def test_hot_keys_that_mean_nothing_here_are_left_out(self, doubler: Doubler, start: Start) -> None:
+        graphs = start()
+        graphs.capture(Key("gone", Capacity(8, 8), 0))
+
+        assert not start().wants
+
+    def test_without_memory_a_key_is_eager_now_and_captured_later(self, doubler: Doubler, start: Start) -> None:
+        graphs = start()
+        doubler.refuses = torch.OutOfMemoryError("no memory")
+        assert not graphs.capture(key(8))
+        doubler.refuses = None
+
+        assert graphs.capture(key(8))
 
     def test_a_damaged_list_of_hot_keys_is_ignored(
         self, tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
@@ -204,7 +239,7 @@ class TestOnADevice:
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache" / "hot.json").write_text('[["triton", 64]]')
 
-        assert not start().tend()
+        assert not start().wants
         assert "hot.json is not a list of graphs, ignored" in caplog.text
 
     def test_releasing_gives_the_memory_back_and_keys_can_be_captured_again(

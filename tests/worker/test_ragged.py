@@ -10,6 +10,7 @@ import torch
 
 from tests.models import make_batch
 from worker.attention.sdpa import SdpaAttention
+from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS
 from worker.ragged import BadBatch, Capacity, LengthGroup, Limits, check, dummy_lengths, load_sorted
 
 LIMITS = Limits(vocab_size=100, max_tokens=8, dimensions=32, encodings=frozenset({0, 1}))
@@ -100,6 +101,17 @@ def test_a_capacity_without_a_batch_is_filled_with_dummies_alone() -> None:
 
     assert offsets.tolist() == [0, 128, 200, 200, 200]
     assert not buffer[:200].any()
+
+
+@pytest.mark.parametrize("tokens", TOKEN_COUNTS)
+def test_every_capacity_can_be_filled_with_dummies_alone(tokens: int) -> None:
+    for sequences in SEQUENCE_COUNTS:
+        capacity = Capacity(tokens, sequences)
+
+        offsets = capacity.fill(None, np.zeros(capacity.num_words, dtype=np.int32))
+
+        assert offsets[-1] == tokens
+        assert np.diff(offsets).max() <= max(128, -(-tokens // sequences))
 
 
 def test_dummy_sequences_are_short() -> None:

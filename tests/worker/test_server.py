@@ -173,7 +173,9 @@ def test_a_batch_is_answered_with_its_rows(shared: WorkerProcess, epoch: int, ti
     assert len(result.nonfinite) == 0
     assert 0 < result.step_us < 10_000_000
     reference = BertReference(tiny_folder)
-    np.testing.assert_allclose(result.rows.view(np.float32), np.stack([reference.embed(s) for s in sequences]), atol=1e-5)
+    np.testing.assert_allclose(
+        result.rows.view(np.float32), np.stack([reference.embed(s) for s in sequences]), atol=1e-5
+    )
 
 
 def test_two_batches_are_answered_in_order(shared: WorkerProcess, epoch: int) -> None:

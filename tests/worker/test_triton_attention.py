@@ -11,11 +11,7 @@ import torch
 
 import tests.worker.kernels  # noqa: F401  # chooses the interpreter before Triton is imported
 from tests.worker.kernels import DEVICE
-from worker.attention.triton import Config, TritonAttention, _attend, _attend_qkv, _candidates, _choose, attend_qkv
-from worker.kernels.rotary import qk_norm_rope_reference
-
-EPSILON = 1e-6
-NUM_POSITIONS = 4096
+from worker.attention.triton import Config, TritonAttention, _attend, _candidates, _choose
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -34,7 +30,6 @@ class Bounds(NamedTuple):
 
     token_starts: torch.Tensor
     token_stops: torch.Tensor
-    positions: torch.Tensor
     cu_seqlens: torch.Tensor
 
 
@@ -42,9 +37,8 @@ def bounds(lengths: list[int]) -> Bounds:
     counts = torch.tensor(lengths)
     stops = counts.cumsum(0)
     starts = (stops - counts).repeat_interleave(counts)
-    positions = torch.arange(sum(lengths)) - starts
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), stops])
-    return Bounds(*(x.int().to(DEVICE) for x in (starts, stops.repeat_interleave(counts), positions, offsets)))
+    return Bounds(*(x.int().to(DEVICE) for x in (starts, stops.repeat_interleave(counts), offsets)))
 
 
 def merged(num_tokens: int, num_rows: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -199,64 +193,6 @@ def test_few_tokens_to_a_row_are_cut_for_short_sequences() -> None:
     assert documents == Config(32, 64, 2, 4, 2, skip_masks=True)
 
 
-# --- with the norm and rotation of queries and keys ---
-
-
-def rotation(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """cos, sin, q_norm, k_norm."""
-    generator = torch.Generator().manual_seed(1)
-    angles = torch.arange(NUM_POSITIONS)[:, None] * torch.rand(head_dim // 2, generator=generator)
-    weights = (1 + torch.randn(2, head_dim, generator=generator) / 4).to(dtype)
-    return tuple(x.to(DEVICE) for x in (angles.cos(), angles.sin(), weights[0], weights[1]))
-
-
-def two_steps(
-    qkv: torch.Tensor, batch: Bounds, tables: tuple[torch.Tensor, ...], heads: int, kv_heads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rotated = qk_norm_rope_reference(qkv, batch.positions, *tables, heads, kv_heads, EPSILON)
-    return split(rotated.to(qkv.dtype), heads, kv_heads)
-
-
-@causal_or_not
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 32), (2, 2, 64), (3, 1, 32)])
-@pytest.mark.parametrize("lengths", [[1], [5, 13], [20, 3, 17, 1], [41]], ids=str)
-def test_rotation_and_attention_in_one_are_those_in_two(
-    lengths: list[int], heads: int, kv_heads: int, head_dim: int, causal: bool
-) -> None:
-    qkv = merged(sum(lengths), heads + 2 * kv_heads, head_dim, torch.float16)
-    batch, tables = bounds(lengths), rotation(head_dim, torch.float16)
-
-    output = attend_qkv(
-        qkv,
-        batch.positions,
-        *tables,
-        heads,
-        kv_heads,
-        EPSILON,
-        batch,
-        causal=causal,  # type: ignore[arg-type]
-    )
-
-    assert_close(output, formula(*two_steps(qkv, batch, tables, heads, kv_heads), lengths, causal))
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("part", [1, 2], ids=["key", "value"])
-def test_with_rotation_too_a_sequence_that_is_not_finite_spoils_only_itself(part: int, bad: float) -> None:
-    lengths = [3, 5, 40]
-    qkv = merged(48, 4, 32, torch.float16)
-    batch, tables = bounds(lengths), rotation(32, torch.float16)
-    clean = formula(*two_steps(qkv, batch, tables, 2, 1), lengths, False)
-    split(qkv, 2, 1)[part][4, 0, 7] = bad
-
-    output = attend_qkv(qkv, batch.positions, *tables, 2, 1, EPSILON, batch, causal=False)  # type: ignore[arg-type]
-
-    assert_close(output[:3], clean[:3])
-    assert_close(output[8:], clean[8:])
-    assert not output[3:8].isfinite().all(dim=2).any()
-
-
 # --- on a GPU ---
 
 SHAPES = [(16, 8, 128), (32, 8, 128), (16, 16, 64), (12, 12, 32)]
@@ -333,20 +269,3 @@ def test_every_candidate_is_right(config: Config) -> None:
         output = _attend(query, key, value, batch.token_starts, batch.token_stops, False, config)
 
     assert_close(output, formula(query, key, value, lengths, False))
-
-
-@causal_or_not
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [pytest.param(*shape, marks=gpu) for shape in SHAPES])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_models_shapes_in_bf16_with_rotation(
-    lengths: list[int], heads: int, kv_heads: int, head_dim: int, causal: bool
-) -> None:
-    qkv = merged(sum(lengths), heads + 2 * kv_heads, head_dim, torch.bfloat16)
-    batch, tables = bounds(lengths), rotation(head_dim, torch.bfloat16)
-    config = Config(16, 32, 1, 4, 1, skip_masks=False)
-
-    output = _attend_qkv(
-        qkv, batch.positions, *tables, heads, kv_heads, EPSILON, batch.token_starts, batch.token_stops, causal, config
-    )
-
-    assert_close(output, formula(*two_steps(qkv, batch, tables, heads, kv_heads), lengths, causal))

@@ -261,7 +261,9 @@ def select(
 ) -> Selection:
     """What a configuration asks for: a backend's name, or `auto` (see `Selection.measured`).
 
-    What was measured is kept beside `cache`, in a file for each head shape that is named after it.
+    Args:
+        cache: folder of what was measured; it has a file for each head shape and `max_tokens`.
+        num_layers, max_tokens: as of `Selection.measured`.
 
     Raises:
         AttentionUnavailable: it cannot be had here.
@@ -270,10 +272,8 @@ def select(
         return Selection.forced(requested, shape, device)
     if device.type == "cpu" or shape.dtype == torch.float32:
         return Selection.default(shape, device)
-    mask = "causal" if shape.causal else "bidirectional"
-    dtype = str(shape.dtype).removeprefix("torch.")
-    name = f"{cache.stem}-{shape.num_heads}-{shape.num_kv_heads}-{shape.head_dim}-{mask}-{dtype}{cache.suffix}"
-    return Selection.measured(shape, device, num_layers=num_layers, max_tokens=max_tokens, cache=cache.with_name(name))
+    path = cache / _file_name(shape, max_tokens)
+    return Selection.measured(shape, device, num_layers=num_layers, max_tokens=max_tokens, cache=path)
 
 
 # --- backends ---
@@ -786,6 +786,14 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _file_name(shape: HeadShape, max_tokens: int) -> str:
+    """Of a table. It tells apart what one machine serves in turn; the file says all that its table depends on."""
+    heads = f"{shape.num_heads}-{shape.num_kv_heads}-{shape.head_dim}"
+    mask = "causal" if shape.causal else "bidirectional"
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return f"attention-{heads}-{mask}-{dtype}-{max_tokens}.json"
 
 
 def _read(cache: Path, conditions: dict[str, object]) -> dict[Cell, dict[str, float]] | None:

@@ -61,7 +61,8 @@ def pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, pooling: Pooling) -> to
     """
     num_sequences, num_columns = cu_seqlens.shape[0] - 1, hidden.shape[1]
     rows = torch.empty((num_sequences, num_columns), dtype=torch.float32, device=hidden.device)
-    _pool_kernel[(triton.cdiv(num_columns, _POOL_COLUMNS), num_sequences)](
+    # Sequences first: the grid's other axes end at 65,535 programs.
+    _pool_kernel[(num_sequences, triton.cdiv(num_columns, _POOL_COLUMNS))](
         hidden,
         cu_seqlens,
         rows,
@@ -134,10 +135,10 @@ def _pool_kernel(
 ) -> None:
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    sequence = tl.program_id(1)
+    sequence = tl.program_id(0)
     start = tl.load(cu_seqlens + sequence).to(tl.int64)
     stop = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = columns < COLUMNS
     if PDL:
         tl.extra.cuda.gdc_wait()
