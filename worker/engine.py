@@ -63,8 +63,6 @@ class Engine:
         self._device = _choose_device(config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            # For good, on this thread: a graph cannot be captured on the default stream.
-            torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]  # torch's gap
         dtype_name = _choose_dtype(config, self._device)
         checkpoint = Checkpoint.read(model.path)
         self._model = _build_empty(checkpoint.architecture, checkpoint.config, self._device, _DTYPES[dtype_name])

@@ -95,7 +95,10 @@ class HostRunner:
 
 
 class DeviceRunner:
-    """On a GPU: `run` returns once all is launched. One thread calls it, always on the same current stream."""
+    """On a GPU: `run` returns once all is launched. One thread calls it, whose current stream it sets to its own.
+
+    Its own, since a graph cannot be captured on the default stream; and each time, since another one may have been set.
+    """
 
     def __init__(
         self,
@@ -116,7 +119,8 @@ class DeviceRunner:
         self._large_runs = metrics.graph_runs.labels("large")  # looked up once: it is on every step's way
         self._real_tokens = metrics.step_tokens.labels("real")
         self._padding_tokens = metrics.step_tokens.labels("padding")
-        self._staging = Staging(largest_capacity(largest_batch_tokens), torch.cuda.current_stream(device))
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's gap
+        self._staging = Staging(largest_capacity(largest_batch_tokens), self._stream)
         self._instances: dict[Key, Attention] = {}
         self._has_graphs = config.graphs != "off"
         self.graphs = GraphRunner(
@@ -128,6 +132,7 @@ class DeviceRunner:
             can_run=self._can_run,
             metrics=metrics,
         )
+        torch.cuda.synchronize(device)  # the weights and these buffers were written on other streams
 
     @classmethod
     def build(
@@ -178,6 +183,7 @@ class DeviceRunner:
 
     def capture_ladder(self, longest: int) -> int:
         """Capture the capacities that steps of sequences of at least four tokens have, all of them; how many."""
+        torch.cuda.set_stream(self._stream)
         for tokens in reversed(TOKEN_COUNTS):  # the largest first: what it leaves in the pool serves the others
             for sequences in SEQUENCE_COUNTS:
                 if sequences <= tokens // 4 and sequences * longest >= tokens:
@@ -199,6 +205,7 @@ class DeviceRunner:
 
     def run_with(self, batch: Batch, backend: Attention | None, way: Way) -> LazyTensor:
         """Launch a checked batch with this attention backend; None: the one that is chosen for its shape."""
+        torch.cuda.set_stream(self._stream)
         num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
         capacity, worth = place(num_tokens, num_sequences)
         longest = int(batch.lengths.max())
@@ -228,6 +235,7 @@ class DeviceRunner:
 
         The weights are those that are served, so what is compared is the arithmetic.
         """
+        torch.cuda.set_stream(self._stream)
         capacity, _ = place(len(batch.token_ids), len(batch.lengths))
         slot, _ = self._staging.load(batch, capacity)
         try:
@@ -242,6 +250,7 @@ class DeviceRunner:
         return self.graphs.wants
 
     def tend(self) -> None:
+        torch.cuda.set_stream(self._stream)
         self.graphs.tend()
 
     def release_memory(self) -> None:
