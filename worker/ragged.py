@@ -159,39 +159,50 @@ class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is
         arrays = [part[:size] for part, size in zip(parts, sizes, strict=True)]
         return RaggedBatch(*arrays, attention=attention, max_seqlen=max_seqlen)
 
-    def fill(self, batch: Batch | None, buffer: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Write a checked batch that fits (or none), and its dummies, into int32 [num_words].
 
-        Returns its cu_seqlens there.
-        """
-        tokens, sequences = self.tokens, self.sequences
-        num_tokens, num_sequences = (0, 0) if batch is None else (len(batch.token_ids), len(batch.lengths))
-        lengths = np.zeros(sequences, dtype=np.int32)
-        if batch is not None:
-            lengths[:num_sequences] = batch.lengths
-        # Without a batch there may be fewer rows for dummies than short ones take.
-        longest = MAX_DUMMY_LENGTH if batch is not None else max(MAX_DUMMY_LENGTH, -(-tokens // sequences))
-        dummies = dummy_lengths(tokens - num_tokens, longest)
-        lengths[num_sequences : num_sequences + len(dummies)] = dummies
+class HostArrays:
+    """The arrays of a batch of one capacity within a buffer on the host, cut once: cutting costs as much as writing."""
 
+    def __init__(self, capacity: Capacity, buffer: npt.NDArray[np.int32]) -> None:
+        """`buffer` is int32 [at least capacity.num_words], laid out as `Capacity.views` has it."""
+        tokens, sequences = self._capacity = capacity
         width, first = _aligned(tokens), 4 * _aligned(tokens)
-        token_ids, positions, token_starts, token_stops = buffer[:first].reshape(4, width)[:, :tokens]
-        offsets = buffer[first : first + sequences + 1]
-        of_sequences = buffer[first + _aligned(sequences + 1) : self.num_words].reshape(3, -1)[:, :sequences]
-        offsets[0] = 0
-        lengths.cumsum(out=offsets[1:])
-        token_ids[num_tokens:] = 0
-        token_starts[:] = offsets[:-1].repeat(lengths)
-        token_stops[:] = offsets[1:].repeat(lengths)
-        np.subtract(np.arange(tokens, dtype=np.int32), token_starts, out=positions)
-        positions[num_tokens:] = 0  # a dummy may be longer than the model has positions for
-        of_sequences[:, num_sequences:] = 0
-        if batch is not None:
-            token_ids[:num_tokens] = batch.token_ids
-            of_sequences[0, :num_sequences] = batch.dimensions
-            of_sequences[1, :num_sequences] = batch.normalize
-            of_sequences[2, :num_sequences] = batch.encodings
-        return offsets
+        of_tokens = buffer[:first].reshape(4, width)[:, :tokens]
+        self._token_ids, self._positions, self._token_starts, self._token_stops = of_tokens
+        self._offsets = buffer[first : first + sequences + 1]
+        self._starts, self._stops = self._offsets[:-1], self._offsets[1:]
+        second = first + _aligned(sequences + 1)
+        self._of_sequences = buffer[second : capacity.num_words].reshape(3, -1)[:, :sequences]
+        self._dimensions, self._normalize, self._encodings = self._of_sequences
+        self._lengths = np.zeros(sequences, dtype=np.int32)
+        self._counting = np.arange(tokens, dtype=np.int32)
+
+    def fill(self, batch: Batch | None) -> npt.NDArray[np.int32]:
+        """Write a checked batch that fits (or none), and its dummies. Returns its cu_seqlens, until the next call."""
+        tokens, sequences = self._capacity
+        num_tokens, num_sequences, longest = 0, 0, MAX_DUMMY_LENGTH
+        if batch is None:
+            longest = max(longest, -(-tokens // sequences))  # there may be fewer rows than short dummies take
+        else:
+            num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
+            self._token_ids[:num_tokens] = batch.token_ids
+            self._lengths[:num_sequences] = batch.lengths
+            self._dimensions[:num_sequences] = batch.dimensions
+            self._normalize[:num_sequences] = batch.normalize
+            self._encodings[:num_sequences] = batch.encodings
+        self._lengths[num_sequences:] = 0
+        for place, length in enumerate(dummy_lengths(tokens - num_tokens, longest), num_sequences):
+            self._lengths[place] = length
+        self._of_sequences[:, num_sequences:] = 0
+        self._offsets[0] = 0  # another capacity's arrays may lie in the same buffer
+        self._lengths.cumsum(out=self._stops)
+        token_starts = self._starts.repeat(self._lengths)
+        self._token_starts[:] = token_starts
+        self._token_stops[:] = self._stops.repeat(self._lengths)
+        np.subtract(self._counting, token_starts, out=self._positions)
+        self._token_ids[num_tokens:] = 0
+        self._positions[num_tokens:] = 0  # a dummy may be longer than the model has positions for
+        return self._offsets
 
 
 def _aligned(num_words: int) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from worker.lazy import LazyTensor, Rows
 from worker.pooling import FLAG_BYTES
-from worker.ragged import Capacity
+from worker.ragged import Capacity, HostArrays
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,15 +31,22 @@ if TYPE_CHECKING:
 
 # One runs, one is launched behind it, one is being filled.
 _NUM_SLOTS = 3
-_MAX_KEPT_VIEWS = 1024  # a slot; graphs need about a hundred, the rest is for large steps of all sizes
+_MAX_KEPT_INPUTS = 256  # of a slot: more capacities than graphs have; what large steps need besides is made anew
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Input:
+    """A capacity's part of a slot's pinned input, and where it goes."""
+
+    arrays: HostArrays
+    source: torch.Tensor
+    destination: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     pinned_input: torch.Tensor  # int32
-    host_input: npt.NDArray[np.int32]  # the same memory
-    # By number of words: where they are, and where they go. Cutting tensors costs as much as copying them.
-    inputs: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    inputs: dict[Capacity, _Input]
     device_output: torch.Tensor  # uint8, grown as needed
     pinned_output: torch.Tensor  # uint8, likewise
     launched: torch.cuda.Event  # the rows are in device_output
@@ -65,7 +72,7 @@ class Staging:
             empty = torch.empty(0, dtype=torch.uint8)
             launched = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's gap
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's gap
-            self._free.put(_Slot(pinned, pinned.numpy(), {}, empty.to(device), empty, launched, copied))
+            self._free.put(_Slot(pinned, {}, empty.to(device), empty, launched, copied))
 
     def load(self, batch: Batch | None, capacity: Capacity) -> tuple[_Slot, npt.NDArray[np.int32]]:
         """Start a checked batch (None: nothing but dummies) on its way into the block; its slot, and its cu_seqlens on
@@ -75,19 +82,20 @@ class Staging:
         """
         slot = self._free.get()
         try:
-            offsets = capacity.fill(batch, slot.host_input)
-            size = capacity.num_words
-            views = slot.inputs.get(size)
-            if views is None:
-                views = slot.pinned_input[:size], self.block[:size]
-                if len(slot.inputs) < _MAX_KEPT_VIEWS:
-                    slot.inputs[size] = views
-            source, destination = views
-            destination.copy_(source, non_blocking=True)
+            place = slot.inputs.get(capacity) or self._cut(slot, capacity)
+            offsets = place.arrays.fill(batch)
+            place.destination.copy_(place.source, non_blocking=True)
         except BaseException:
             self._free.put(slot)
             raise
         return slot, offsets
+
+    def _cut(self, slot: _Slot, capacity: Capacity) -> _Input:
+        source = slot.pinned_input[: capacity.num_words]
+        place = _Input(HostArrays(capacity, source.numpy()), source, self.block[: capacity.num_words])
+        if len(slot.inputs) < _MAX_KEPT_INPUTS:
+            slot.inputs[capacity] = place
+        return place
 
     def give_back(self, slot: _Slot) -> None:
         """Of a step that nobody will read. Waits until nothing reads its input any more."""

@@ -11,7 +11,7 @@ import torch
 from tests.models import make_batch
 from worker.attention.sdpa import SdpaAttention
 from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS
-from worker.ragged import BadBatch, Capacity, LengthGroup, Limits, check, dummy_lengths, load_sorted
+from worker.ragged import BadBatch, Capacity, HostArrays, LengthGroup, Limits, check, dummy_lengths, load_sorted
 
 LIMITS = Limits(vocab_size=100, max_tokens=8, dimensions=32, encodings=frozenset({0, 1}))
 SDPA = SdpaAttention()
@@ -79,7 +79,7 @@ def test_a_capacity_is_filled_with_the_batch_in_its_order_and_dummy_sequences_be
     buffer = np.full(capacity.num_words, 77, dtype=np.int32)
     batch = make_batch([[10, 11, 12], [20]], dimensions=[3, 4], normalize=[0, 1], encodings=[1, 0])
 
-    offsets = capacity.fill(batch, buffer)
+    offsets = HostArrays(capacity, buffer).fill(batch)
     ragged = capacity.views(torch.from_numpy(buffer), SDPA, 3)
 
     assert offsets.tolist() == [0, 3, 4, 8, 8, 8]
@@ -93,11 +93,41 @@ def test_a_capacity_is_filled_with_the_batch_in_its_order_and_dummy_sequences_be
     assert ragged.encodings.tolist() == [1, 0, 0, 0, 0]
 
 
+def test_what_a_batch_leaves_behind_is_gone_in_the_next_one() -> None:
+    capacity = Capacity(tokens=8, sequences=5)
+    fresh, used = (np.full(capacity.num_words, 77, dtype=np.int32) for _ in range(2))
+    arrays = HostArrays(capacity, used)
+    arrays.fill(make_batch([[9] * 2] * 4, dimensions=[5] * 4, normalize=[1] * 4, encodings=[2] * 4))
+
+    arrays.fill(make_batch([[10, 11, 12]]))
+    HostArrays(capacity, fresh).fill(make_batch([[10, 11, 12]]))
+
+    ragged = capacity.views(torch.from_numpy(used), SDPA, 3)
+    expected = capacity.views(torch.from_numpy(fresh), SDPA, 3)
+    for name in ("token_ids", "positions", "token_starts", "token_stops", "cu_seqlens", "dimensions", "normalize"):
+        assert getattr(ragged, name).tolist() == getattr(expected, name).tolist()
+    assert ragged.encodings.tolist() == [0] * 5
+
+
+def test_capacities_may_take_turns_in_one_buffer() -> None:
+    large, small = Capacity(tokens=16, sequences=5), Capacity(tokens=8, sequences=3)
+    buffer = np.zeros(large.num_words, dtype=np.int32)
+    arrays = {capacity: HostArrays(capacity, buffer) for capacity in (large, small)}
+    batch = make_batch([[10, 11, 12], [20]])
+
+    for capacity in (small, large, small, large):
+        arrays[capacity].fill(batch)
+
+        ragged = capacity.views(torch.from_numpy(buffer), SDPA, 3)
+        assert ragged.cu_seqlens[:3].tolist() == [0, 3, 4]
+        assert ragged.token_ids[:5].tolist() == [10, 11, 12, 20, 0]
+
+
 def test_a_capacity_without_a_batch_is_filled_with_dummies_alone() -> None:
     capacity = Capacity(tokens=200, sequences=4)
     buffer = np.full(capacity.num_words, 77, dtype=np.int32)
 
-    offsets = capacity.fill(None, buffer)
+    offsets = HostArrays(capacity, buffer).fill(None)
 
     assert offsets.tolist() == [0, 128, 200, 200, 200]
     assert not buffer[:200].any()
@@ -108,7 +138,7 @@ def test_every_capacity_can_be_filled_with_dummies_alone(tokens: int) -> None:
     for sequences in SEQUENCE_COUNTS:
         capacity = Capacity(tokens, sequences)
 
-        offsets = capacity.fill(None, np.zeros(capacity.num_words, dtype=np.int32))
+        offsets = HostArrays(capacity, np.zeros(capacity.num_words, dtype=np.int32)).fill(None)
 
         assert offsets[-1] == tokens
         assert np.diff(offsets).max() <= max(128, -(-tokens // sequences))

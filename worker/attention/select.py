@@ -55,7 +55,7 @@ from worker.attention.reference import ReferenceAttention, attend
 from worker.attention.sdpa import SdpaAttention
 from worker.attention.varlen import TorchAttention
 from worker.graphs import place
-from worker.ragged import Capacity, RaggedBatch
+from worker.ragged import Capacity, HostArrays, RaggedBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -565,7 +565,7 @@ def ragged(
         encodings=np.full(len(lengths), FLOAT32, dtype=np.uint8),
     )
     buffer = np.zeros(capacity.num_words, dtype=np.int32)
-    offsets = capacity.fill(batch, buffer)
+    offsets = HostArrays(capacity, buffer).fill(batch)
     # As the engine bounds it, for backends whose launch depends on it.
     bound = max(128, 1 << (int(lengths.max()) - 1).bit_length())
     return capacity.views(torch.from_numpy(buffer).to(device), attention, bound), offsets
