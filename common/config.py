@@ -83,7 +83,20 @@ class WorkerConfig(ProcessConfig):
     device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = _option("auto", "what it computes in", choices=("auto", "float32", "bfloat16", "float16"))
     max_batch_tokens: str = _option("auto", "tokens one step should not exceed: a number, or auto")
-    attention: str = _option("auto", "attention backend; auto: the fastest here, as measured")
+    attention: str = _option(
+        "auto",
+        "attention backend; auto: the fastest on this device, as measured",
+        choices=(
+            "auto",
+            "triton",
+            "flash_attention_4",
+            "torch",
+            "flashinfer_fa3",
+            "flashinfer_fa2",
+            "sdpa",
+            "reference",
+        ),
+    )
     graphs: str = _option(
         "lazy",
         "CUDA graphs: captured as they are needed, all before the worker is ready, or never",
@@ -172,7 +185,12 @@ def default_run_dir(port: int) -> str:
 
 def _default_cache_dir() -> str:
     parent = os.environ.get("XDG_CACHE_HOME")
-    return str(Path(parent) / "hedgerow" if parent else Path.home() / ".cache" / "hedgerow")
+    if parent:
+        return str(Path(parent) / "hedgerow")
+    try:
+        return str(Path.home() / ".cache" / "hedgerow")
+    except RuntimeError:  # a user without a home
+        return str(Path(tempfile.gettempdir()) / f"hedgerow-cache-{os.getuid()}")
 
 
 def api_key_from_environment() -> str | None:

@@ -31,6 +31,15 @@ class ProtocolError(Exception):
     """A frame is not a message: malformed, out of bounds or of another version."""
 
 
+class VersionMismatch(ProtocolError):
+    """A peer introduces itself in another version of the protocol, so that nothing else of what it says can be read."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"a peer of protocol {version}")
+        self.version = version
+        self.peer = b""  # set by the socket that knows it
+
+
 class ServiceError(Exception):
     """A request cannot be answered. The text says what to change; it never carries user text or a path.
 

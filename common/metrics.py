@@ -82,7 +82,7 @@ class Metrics:
         self.step_failures = counter("hedgerow_step_failures", "Steps that raised")
         self.memory_splits = counter("hedgerow_memory_splits", "Steps halved since the device had no memory left")
         self.step_launch_seconds = histogram(
-            "hedgerow_step_launch_seconds", "Host time from a batch to its launch", _LAUNCH_SECONDS
+            "hedgerow_step_launch_seconds", "Host time from a batch to its launch, on a GPU", _LAUNCH_SECONDS
         )
         self.step_tokens = counter("hedgerow_step_tokens", "Tokens of steps on a GPU, by kind: real or padding", "kind")
         self.graph_runs = counter(

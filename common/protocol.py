@@ -29,7 +29,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import ProtocolError
+from common.errors import ProtocolError, VersionMismatch
 
 PROTOCOL_VERSION = 2
 
@@ -287,7 +287,8 @@ def decode(frames: Sequence[Frame]) -> Message:
     """The message that frames hold; its arrays are read-only views of them.
 
     Raises:
-        ProtocolError: for anything but the exact frames of a message of this version.
+        VersionMismatch: an introduction, or the answer to one, of another version.
+        ProtocolError: for anything else but the exact frames of a message of this version.
     """
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise ProtocolError(f"a message of {len(frames)} frames; 1 to {MAX_FRAMES} are allowed")
@@ -297,6 +298,9 @@ def decode(frames: Sequence[Frame]) -> Message:
     if layout is None:
         raise ProtocolError("unknown kind of message")
     name = layout.message_class.__name__
+    has_version = layout.parsers[:1] == _VERSION_FIRST and len(header) > 1 and type(header[1]) is int
+    if has_version and header[1] != PROTOCOL_VERSION:
+        raise VersionMismatch(header[1])  # before anything else of it: another version may have other fields
     if len(header) != len(layout.parsers) + 2:
         raise ProtocolError(f"{name} has {len(header)} header fields, not {len(layout.parsers) + 2}")
     values: dict[str, Any] = {}
@@ -436,6 +440,7 @@ _PARSERS: dict[object, Callable[[object], Any]] = {
     ModelFacts: _parse_facts,
     ModelFacts | None: _optional(_parse_facts),
 }
+_VERSION_FIRST = [("protocol_version", _parse_int)]
 _FACTS_PARSERS = [(name, _PARSERS[hint]) for name, hint in get_type_hints(ModelFacts).items()]
 
 

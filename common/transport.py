@@ -18,7 +18,7 @@ from pathlib import Path
 
 import zmq
 
-from common.errors import ProtocolError
+from common.errors import ProtocolError, VersionMismatch
 from common.protocol import Message, decode, encode
 
 # A frame above this is no message of ours. Not flow control: an unfinished multipart message counts against nothing,
@@ -120,7 +120,7 @@ class Router:
         """The next message and who sent it; None when nothing waits.
 
         Raises:
-            ProtocolError: what came is no message; it was taken off the socket.
+            ProtocolError: what came is no message; it was taken off the socket. A VersionMismatch names its peer.
         """
         try:
             frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -128,7 +128,12 @@ class Router:
             return None
         if len(frames) < 2:
             raise ProtocolError("a message without a header")
-        return frames[0].bytes, decode([frame.buffer for frame in frames[1:]])
+        peer = frames[0].bytes
+        try:
+            return peer, decode([frame.buffer for frame in frames[1:]])
+        except VersionMismatch as error:
+            error.peer = peer
+            raise
 
     def ensure_bound(self) -> bool:
         """Bind again if the socket's file was deleted or replaced. True when that was needed."""

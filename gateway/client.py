@@ -176,7 +176,9 @@ class Ledger:
         if self.refused is not None:
             return Readiness("unavailable", 0, total, self.refused)
         if self.silent(now_ns) or self._status is None:
-            status = "starting" if self._welcome is None else "unavailable"
+            # Welcomed and not told the state yet is still a start.
+            starting = self._welcome is None or (self._status is None and not self.silent(now_ns))
+            status = "starting" if starting else "unavailable"
             return Readiness(status, 0, total, "The scheduler does not answer.")
         if self.facts is None:
             return Readiness(

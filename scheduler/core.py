@@ -210,7 +210,7 @@ class Scheduler:
 
     def _on_join(self, peer: bytes, join: Join, now_ns: int) -> None:
         if join.protocol_version != PROTOCOL_VERSION:
-            self._actions.append(ToGateway(peer, _version_refusal(join.protocol_version)))
+            self._actions.append(ToGateway(peer, version_refusal(join.protocol_version)))
             return
         known = self._gateways.get(peer)
         former = next((g for g in self._gateways.values() if g.name == join.name and g.pid == join.pid), None)
@@ -254,7 +254,7 @@ class Scheduler:
 
     def _refusal(self, hello: Hello) -> Refuse | None:
         if hello.protocol_version != PROTOCOL_VERSION:
-            return _version_refusal(hello.protocol_version)
+            return version_refusal(hello.protocol_version)
         if self._fleet.named(hello.name) is not None:
             return Refuse("duplicate_name", f"a worker named {hello.name} is already here; give each its own --slot")
         others = self._fleet.all()
@@ -475,7 +475,8 @@ class Scheduler:
         return now_ns - since_ns < allowed_ns
 
 
-def _version_refusal(version: int) -> Refuse:
+def version_refusal(version: int) -> Refuse:
+    """What a peer is told that speaks another version of the protocol."""
     return Refuse(
         "version",
         f"this scheduler speaks protocol {PROTOCOL_VERSION}, the peer {version}; install one version of hedgerow",

@@ -16,11 +16,11 @@ from collections.abc import Callable
 import zmq
 
 from common.config import SchedulerConfig
-from common.errors import ProtocolError
+from common.errors import ProtocolError, VersionMismatch
 from common.metrics import Metrics, open_metrics
 from common.protocol import Hello, Join, Message, Refuse
 from common.transport import PeerGone, PeerStuck, Router, address, now_ns
-from scheduler.core import Action, Kill, Scheduler, ToGateway
+from scheduler.core import Action, Kill, Scheduler, ToGateway, ToWorker, version_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,13 @@ class _Side:
     def __init__(
         self,
         router: Router,
+        action: Callable[[bytes, Message], Action],
         on_message: Callable[[bytes, Message, int], list[Action]],
         on_lost: Callable[[bytes, str, int], list[Action]],
         poller: zmq.Poller,
     ) -> None:
         self.router = router
+        self.action = action  # what sends a message to a peer of this side
         self.on_message = on_message
         self.on_lost = on_lost
         self._poller = poller
@@ -98,12 +100,14 @@ class Server:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gateways = _Side(
             Router(self._context, address(config.run_dir, "gateways")),
+            ToGateway,
             self._core.on_gateway_message,
             self._core.on_gateway_lost,
             self._poller,
         )
         self._workers = _Side(
             Router(self._context, address(config.run_dir, "workers")),
+            ToWorker,
             self._core.on_worker_message,
             self._core.on_worker_lost,
             self._poller,
@@ -152,6 +156,11 @@ class Server:
         for _ in range(_MESSAGES_A_TURN):
             try:
                 received = side.router.receive()
+            except VersionMismatch as error:
+                refuse = version_refusal(error.version)
+                logger.error("a peer was refused: %s", refuse.message)  # noqa: TRY400 the text says it all
+                self._perform([side.action(error.peer, refuse)])
+                continue
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels("scheduler").inc()
                 logger.warning("a message was dropped: %s", error)

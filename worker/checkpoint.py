@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -40,6 +39,8 @@ _POOLING_FLAGS: dict[str, Pooling] = {
 }
 _UNSUPPORTED_POOLING_FLAGS = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 _POOLING_NAMES: dict[object, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
+
+_LARGEST_INTEGER = 2**31 - 1  # of anything that a model has so many of
 
 # Tokenizers without a limit of their own write 1e30.
 _SANE_MODEL_MAX_LENGTH = 10_000_000
@@ -88,7 +89,7 @@ class JsonFile:
         value = self.values.get(field)
         if value is None:
             return None
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value <= _LARGEST_INTEGER:
             self.refuse(field, f"a positive integer is needed, not {value!r}.")
         return value
 
@@ -100,7 +101,7 @@ class JsonFile:
 
     def positive_number(self, field: str) -> float:
         value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             self.refuse(field, f"a positive number is needed, not {value!r}.")
         return float(value)
 

@@ -152,11 +152,12 @@ class Compute:
         except Exception as error:  # noqa: BLE001  # one batch's failure is its own; the loop goes on
             self._fail(step, error)
             return
-        self._metrics.step_launch_seconds.observe((time.monotonic_ns() - step.launched_ns) / 1e9)
+        launch_s = (time.monotonic_ns() - step.launched_ns) / 1e9
         if step is self._running[0] and step.rows.ready():
             self._collect(step)
         else:
             self._launched.put(step)
+            self._metrics.step_launch_seconds.observe(launch_s)
 
     # --- on the collector ---
 

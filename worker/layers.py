@@ -153,7 +153,9 @@ class LayerNorm(nn.Module):
             return layer_norm(x, self.weight, self.bias, self.epsilon)
         if residual is not None:
             x = x + residual
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        weight, bias = self.weight, self.bias
+        if weight.dtype != x.dtype:
+            weight, bias = weight.to(x.dtype), bias.to(x.dtype)
         return functional.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
 

@@ -73,6 +73,9 @@ def finish(
     divisors = torch.where(normalize.unsqueeze(1) != 0, norms.clamp_min(_LEAST_NORM), 1.0)
     divisors = torch.where(finite, divisors, torch.nan)
     floats = rows / divisors
+    if not rows.is_cuda and not encodings.any():  # on a device the question would wait for it
+        flags = _widen(finite.to(torch.uint8), FLAG_BYTES)
+        return torch.cat((flags, floats.view(torch.uint8)), dim=1)
     whole = torch.where(finite, rows, 0.0)
     integers = torch.round(torch.tanh(whole) * 127).to(torch.int8).view(torch.uint8)  # [sequences, columns]
     bits = _pack((rows >= 0) & counts & finite)  # [sequences, ceil(columns / 8)]

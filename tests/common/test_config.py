@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from common.config import (
@@ -84,3 +86,13 @@ def test_describe_shows_every_value_on_one_line() -> None:
     line = describe(load(SchedulerConfig, ["--run-dir", "/x\ny"], {}))
     assert "\n" not in line
     assert "max_queue_ms='10000'" in line
+
+
+def test_a_user_without_a_home_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert load(WorkerConfig, [], {}).cache_dir == "/nowhere/.cache/hedgerow"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
+
+    assert load(WorkerConfig, [], {}).cache_dir.endswith(f"hedgerow-cache-{os.getuid()}")

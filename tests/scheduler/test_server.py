@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgpack
 import pytest
 import zmq
 
@@ -123,6 +124,26 @@ def test_another_protocol_version_is_refused_with_a_reason(
     refuse = gateway.wait_for(Refuse)
     assert isinstance(refuse, Refuse)
     assert refuse.code == "version"
+
+
+def test_a_worker_of_another_version_is_refused_whatever_else_its_introduction_holds(
+    run_dir: str, start_scheduler: Callable[[], RunningScheduler]
+) -> None:
+    start_scheduler()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = Dealer(context, address(run_dir, "workers"), "w")
+    assert dealer.socket.poll(5000, zmq.POLLOUT)
+    # As protocol 1 had it: facts of 18 fields.
+    hello = [4, PROTOCOL_VERSION - 1, "worker-0", os.getpid(), ["x"] * 18, []]
+    dealer.socket.send_multipart([msgpack.packb(hello)])
+
+    assert dealer.socket.poll(10_000)
+    refuse = dealer.receive()
+
+    assert isinstance(refuse, Refuse)
+    assert refuse.code == "version"
+    dealer.close()
+    context.term()
 
 
 @pytest.mark.slow

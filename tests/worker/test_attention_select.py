@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from common.config import WorkerConfig
 from worker.attention import Attention, AttentionUnavailable, HeadShape
 from worker.attention.reference import attend
 from worker.attention.select import (
+    BACKENDS,
     LONGEST,
     SEQUENCES,
     TOKENS,
@@ -131,6 +134,12 @@ def test_empty_rows_are_told_apart(cache: Path) -> None:
 
     assert selection.choose(512, 32, 20).name == "short"
     assert selection.choose(512, 512, 20).name == "short"
+
+
+def test_every_backend_can_be_asked_for_by_name() -> None:
+    choices = next(item for item in dataclasses.fields(WorkerConfig) if item.name == "attention").metadata["choices"]
+
+    assert choices == ("auto", *BACKENDS, "sdpa", "reference")
 
 
 def test_as_fast_within_three_percent_the_first_wins(cache: Path) -> None:

@@ -56,7 +56,7 @@ class Qwen3Config:
         if config.flag("attention_bias", default=False):
             config.refuse("attention_bias", "biases in attention are not supported.")
         num_heads = config.integer("num_attention_heads")
-        num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
+        num_kv_heads = config.integer("num_key_value_heads")
         if num_heads % num_kv_heads:
             config.refuse("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}.")
         head_dim = config.integer("head_dim")
@@ -178,6 +178,8 @@ def _is_causal(config: JsonFile, *, is_pplx: bool) -> bool:
 
 def _rope_theta(config: JsonFile) -> float:
     """The base of the rotary frequencies: a field of its own in older files, within `rope_parameters` in later ones."""
+    if config.values.get("partial_rotary_factor") not in (None, 1):
+        config.refuse("partial_rotary_factor", "heads that are rotated in part are not supported.")
     found: dict[str, float] = {}
     if config.values.get("rope_theta") is not None:
         found["rope_theta"] = config.positive_number("rope_theta")
@@ -187,7 +189,7 @@ def _rope_theta(config: JsonFile) -> float:
             continue
         if not isinstance(values, dict) or not _ROPE_FIELDS.issuperset(values):
             config.refuse(field, f"scaled rotary positions are not supported: {values!r}.")
-        if any(values.get(name, "default") != "default" for name in ("rope_type", "type")):
+        if any(values.get(name) not in (None, "default") for name in ("rope_type", "type")):
             config.refuse(field, f"only the type 'default' is supported: {values!r}.")
         if values.get("rope_theta") is not None:
             found[field] = replace(config, values=values).positive_number("rope_theta")
