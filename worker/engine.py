@@ -13,7 +13,7 @@ import logging
 import math
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from worker.ragged import Limits
 from worker.runner import DeviceRunner, HostRunner, Runner
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from common.config import WorkerConfig
     from common.metrics import Metrics
     from common.models import ModelFolder
@@ -73,7 +75,7 @@ class Engine:
         fingerprint = _fingerprint(checkpoint, weights_sha256, dtype_name, self._limits)
         runner: DeviceRunner | None = None
         if self._device.type == "cpu":
-            packed = pack_linears(self._model)
+            packed = pack_linears(cast("nn.Module", self._model))
             host = HostRunner.build(self._model, checkpoint.pooling, config)
             self._runner: Runner = host
             attention = host.attention

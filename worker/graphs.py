@@ -120,7 +120,7 @@ class GraphRunner:
         self._metrics = metrics
         self._replays = metrics.graph_runs.labels("replay")  # looked up once: they are on every step's way
         self._eager_runs = metrics.graph_runs.labels("eager")
-        self._pool: tuple[int, int] | None = None
+        self._pool: object | None = None  # torch's handle, opaque
         self._captured: OrderedDict[Key, _Captured] = OrderedDict()  # the least recently used first
         self._compiled: set[Key] = set()  # what has run eagerly
         self._wanted: OrderedDict[Key, None] = OrderedDict()  # in the order in which they are captured
@@ -225,7 +225,7 @@ class GraphRunner:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # thread_local: what other threads do meanwhile (waiting for an event) does not spoil the capture.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
         try:
             output = self._forward(key)
         except BaseException:

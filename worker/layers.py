@@ -153,7 +153,8 @@ class LayerNorm(nn.Module):
             return layer_norm(x, self.weight, self.bias, self.epsilon)
         if residual is not None:
             x = x + residual
-        weight, bias = self.weight, self.bias
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor = self.bias
         if weight.dtype != x.dtype:
             weight, bias = weight.to(x.dtype), bias.to(x.dtype)
         return functional.layer_norm(x, weight.shape, weight, bias, self.epsilon)
@@ -233,7 +234,7 @@ class RotaryTable(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryTable:
         # What converts a whole model to another dtype moves these at most: bfloat16 cannot tell positions apart.
-        super()._apply(lambda table: table.to(fn(table).device), recurse)  # type: ignore[no-untyped-call]  # torch's gap
+        super()._apply(lambda table: table.to(fn(table).device), recurse)
         return self
 
 

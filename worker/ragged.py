@@ -157,7 +157,19 @@ class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is
         sizes = [self.tokens] * 4 + [self.sequences + 1] + [self.sequences] * 3
         parts = torch.split(block[: self.num_words], [_aligned(size) for size in sizes])
         arrays = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-        return RaggedBatch(*arrays, attention=attention, max_seqlen=max_seqlen)
+        token_ids, positions, token_starts, token_stops, offsets, dimensions, normalize, encodings = arrays
+        return RaggedBatch(
+            token_ids=token_ids,
+            positions=positions,
+            token_starts=token_starts,
+            token_stops=token_stops,
+            cu_seqlens=offsets,
+            dimensions=dimensions,
+            normalize=normalize,
+            encodings=encodings,
+            attention=attention,
+            max_seqlen=max_seqlen,
+        )
 
 
 class HostArrays:

@@ -119,7 +119,7 @@ class DeviceRunner:
         self._large_runs = metrics.graph_runs.labels("large")  # looked up once: it is on every step's way
         self._real_tokens = metrics.step_tokens.labels("real")
         self._padding_tokens = metrics.step_tokens.labels("padding")
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's gap
+        self._stream = torch.cuda.Stream(device)
         self._staging = Staging(largest_capacity(largest_batch_tokens), self._stream)
         self._instances: dict[Key, Attention] = {}
         self._has_graphs = config.graphs != "off"
@@ -158,7 +158,7 @@ class DeviceRunner:
             _head_shape(model),
             device,
             cache,
-            num_layers=len(model.layers),
+            num_layers=model.num_layers,
             max_tokens=max_tokens,
         )
         return cls(

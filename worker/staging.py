@@ -64,14 +64,14 @@ class Staging:
         device = stream.device
         self._device = device
         self._stream = stream
-        self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's gap
+        self._copy_stream = torch.cuda.Stream(device)
         self.block = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for _ in range(_NUM_SLOTS):
             pinned = torch.zeros(largest.num_words, dtype=torch.int32, pin_memory=True)
             empty = torch.empty(0, dtype=torch.uint8)
-            launched = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's gap
-            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's gap
+            launched = torch.cuda.Event()
+            copied = torch.cuda.Event(blocking=True)
             self._free.put(_Slot(pinned, {}, empty.to(device), empty, launched, copied))
 
     def load(self, batch: Batch | None, capacity: Capacity) -> tuple[_Slot, npt.NDArray[np.int32]]:

@@ -30,6 +30,7 @@ class Model(Protocol):
     hidden_size: int
     vocab_size: int
     max_positions: int  # the longest sequence that it has positions for
+    num_layers: int
     num_heads: int
     num_kv_heads: int  # divides num_heads
     head_dim: int

@@ -78,6 +78,7 @@ class BertModel(nn.Module):
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
+        self.num_layers = config.num_layers
         self.num_heads = self.num_kv_heads = config.num_heads
         self.head_dim = config.hidden_size // config.num_heads
         self.causal = False
