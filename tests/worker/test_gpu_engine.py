@@ -121,6 +121,20 @@ def test_a_graph_computes_the_same_bits_as_eager_launches(engine: Engine, tmp_pa
 
 
 @pytest.mark.slow
+def test_all_graphs_are_there_before_an_eager_start_is_ready(tmp_path: Path) -> None:
+    folder = write_wide_qwen3(tmp_path / "model")
+    engine = make_engine(folder, device="cuda", cache_dir=str(tmp_path / "cache"), graphs="eager-start")
+    captures = engine._metrics.graph_captures
+
+    batch = random_batch([20] * 25, seed=9)
+    expected = runner_of(engine).reference(batch)
+
+    assert len(runner_of(engine).graphs.keys()) >= 40
+    assert captures.labels("failed")._value.get() == 0  # type: ignore[attr-defined]  # the library's own
+    assert lowest_cosine(embed(engine, batch), expected) >= 0.999
+
+
+@pytest.mark.slow
 def test_a_thousand_rounds_of_large_and_small_batches_stay_right(engine: Engine) -> None:
     batches = [random_batch(lengths, seed) for seed, lengths in enumerate(([5], [300] * 12, [20] * 25, [1], [2000, 3]))]
     expected = [embed(engine, batch) for batch in batches]
