@@ -6,6 +6,8 @@ Used by tests and benchmarks alike. Same seed, same bytes.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +78,65 @@ def bert_tensors(config: dict[str, object], seed: int = 0) -> Tensors:
         linear(f"{layer}.intermediate.dense", hidden, intermediate)
         linear(f"{layer}.output.dense", intermediate, hidden)
         norm(f"{layer}.output.LayerNorm")
+    return tensors
+
+
+def roberta_config(**changes: object) -> dict[str, object]:
+    """The config.json of a tiny RobertaModel: two rows of its position table are for padding."""
+    roberta: dict[str, object] = {
+        "architectures": ["RobertaModel"],
+        "model_type": "roberta",
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": MAX_POSITIONS + 2,
+        "pad_token_id": 1,
+        "type_vocab_size": 1,
+    }
+    return bert_config(**roberta | changes)
+
+
+# `bert_tensors` are a RobertaModel's too: the names of a bare encoder are the same.
+
+
+def distilbert_config(**changes: object) -> dict[str, object]:
+    """The config.json of a tiny DistilBertModel."""
+    return {
+        "architectures": ["DistilBertModel"],
+        "model_type": "distilbert",
+        "activation": "gelu",
+        "dim": HIDDEN_SIZE,
+        "hidden_dim": 80,
+        "max_position_embeddings": MAX_POSITIONS,
+        "n_heads": 4,
+        "n_layers": 2,
+        "pad_token_id": 0,
+        "sinusoidal_pos_embds": False,
+        "vocab_size": VOCAB_SIZE,
+        **changes,
+    }
+
+
+def distilbert_tensors(config: dict[str, object], seed: int = 0) -> Tensors:
+    """Every tensor that a DistilBertModel of this configuration has: numbers of a BertModel, without its types."""
+    twin = bert_config(
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+        hidden_size=config["dim"],
+        intermediate_size=config["hidden_dim"],
+        num_hidden_layers=config["n_layers"],
+    )
+    names = (
+        (r"encoder\.layer", "transformer.layer"),
+        (r"attention\.self\.(q|k|v)[a-z]+", r"attention.\1_lin"),
+        (r"attention\.output\.dense", "attention.out_lin"),
+        (r"attention\.output\.LayerNorm", "sa_layer_norm"),
+        (r"intermediate\.dense", "ffn.lin1"),
+        (r"output\.dense", "ffn.lin2"),
+        (r"output\.LayerNorm", "output_layer_norm"),
+    )
+    tensors = bert_tensors(twin, seed)
+    del tensors["embeddings.token_type_embeddings.weight"]
+    for pattern, replacement in names:
+        tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
     return tensors
 
 
@@ -159,6 +220,15 @@ def tokenizer(num_words: int = VOCAB_SIZE - 3) -> Tokenizer:
     return made
 
 
+def roberta_tokenizer() -> Tokenizer:
+    """Words w0, w1 … with ids from 4 on, between <s> and </s>; <pad> is 1, as in RoBERTa's vocabularies."""
+    vocabulary = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i + 4 for i in range(VOCAB_SIZE - 4)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    return made
+
+
 def end_token_tokenizer() -> Tokenizer:
     """The same words, an end token after the last of them: what last-token pooling of a Qwen3-Embedding is given."""
     made = tokenizer()
@@ -187,6 +257,36 @@ def write_bert(
     """A whole sentence-transformers folder around a tiny BertModel; returns it."""
     config = config or bert_config()
     tensors = tensors if tensors is not None else bert_tensors(config)
+    ending = ["sentence_transformers.models.Normalize"] if normalize else []
+    return _write_folder(folder, config, tensors, tokenizer(), pooling, ending)
+
+
+def write_roberta(
+    folder: Path,
+    *,
+    config: dict[str, object] | None = None,
+    tensors: Tensors | None = None,
+    pooling: str = "pooling_mode_mean_tokens",
+    normalize: bool = True,
+) -> Path:
+    """A whole sentence-transformers folder around a tiny RobertaModel; returns it."""
+    config = config or roberta_config()
+    tensors = tensors if tensors is not None else bert_tensors(config)
+    ending = ["sentence_transformers.models.Normalize"] if normalize else []
+    return _write_folder(folder, config, tensors, roberta_tokenizer(), pooling, ending)
+
+
+def write_distilbert(
+    folder: Path,
+    *,
+    config: dict[str, object] | None = None,
+    tensors: Tensors | None = None,
+    pooling: str = "pooling_mode_mean_tokens",
+    normalize: bool = True,
+) -> Path:
+    """A whole sentence-transformers folder around a tiny DistilBertModel; returns it."""
+    config = config or distilbert_config()
+    tensors = tensors if tensors is not None else distilbert_tensors(config)
     ending = ["sentence_transformers.models.Normalize"] if normalize else []
     return _write_folder(folder, config, tensors, tokenizer(), pooling, ending)
 
@@ -235,7 +335,8 @@ def _write_folder(
             for index, (kind, path) in enumerate(zip(types, paths, strict=False))
         ],
     )
-    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": config["hidden_size"], pooling: True})
+    width = config.get("hidden_size", config.get("dim"))
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": width, pooling: True})
     return folder
 
 
@@ -270,3 +371,68 @@ def embed(engine: Engine, sequences: list[list[int]], **options: object) -> npt.
     """The float32 rows of a batch of these sequences; `options` are those of `make_batch`."""
     batch = make_batch(sequences, **options)  # type: ignore[arg-type]  # options by name
     return engine.step(batch).numpy().rows.view(np.float32)
+
+
+# --- tiny checkpoints of the RoBERTa and DistilBERT families, which `data/make_encoder_reference.py` lets transformers
+# load too ---
+
+# One word, a few, more than there are positions, the few in another order. w0 to w2 are left out: w1 is what pads in
+# one of the checkpoints.
+ENCODER_TEXTS = [
+    "w3",
+    "w5 w9 w5 w55 w9",
+    " ".join(f"w{3 + 7 * i % 53}" for i in range(MAX_POSITIONS + 20)),
+    "w9 w5 w5 w55 w9",
+]
+
+
+def _roberta(
+    seed: int, *, prefix: str = "", pooling: str, normalize: bool = False, **changes: object
+) -> Callable[[Path], Path]:
+    config = roberta_config(**changes)
+    return lambda folder: write_roberta(
+        folder,
+        config=config,
+        tensors={f"{prefix}{name}": tensor for name, tensor in bert_tensors(config, seed).items()},
+        pooling=f"pooling_mode_{pooling}",
+        normalize=normalize,
+    )
+
+
+def _distilbert(
+    seed: int, *, prefix: str = "", pooling: str, normalize: bool = False, **changes: object
+) -> Callable[[Path], Path]:
+    config = distilbert_config(**changes)
+    return lambda folder: write_distilbert(
+        folder,
+        config=config,
+        tensors={f"{prefix}{name}": tensor for name, tensor in distilbert_tensors(config, seed).items()},
+        pooling=f"pooling_mode_{pooling}",
+        normalize=normalize,
+    )
+
+
+ROBERTA_VARIANTS: dict[str, Callable[[Path], Path]] = {
+    "roberta": _roberta(1, pooling="mean_tokens"),
+    "roberta_cls": _roberta(2, pooling="cls_token", normalize=True, type_vocab_size=2),
+    "roberta_relu": _roberta(3, pooling="max_tokens", hidden_act="relu", layer_norm_eps=0.05),
+    "xlm_roberta": _roberta(
+        4, pooling="mean_tokens", normalize=True, architectures=["XLMRobertaModel"], model_type="xlm-roberta"
+    ),
+    "xlm_roberta_cls": _roberta(
+        5, prefix="roberta.", pooling="cls_token", architectures=["XLMRobertaForMaskedLM"], model_type="xlm-roberta"
+    ),
+    "camembert": _roberta(
+        6, prefix="roberta.", pooling="mean_tokens", architectures=["CamembertForMaskedLM"], model_type="camembert"
+    ),
+    "padding_5": _roberta(7, pooling="mean_tokens", pad_token_id=5, max_position_embeddings=MAX_POSITIONS + 6),
+}
+
+DISTILBERT_VARIANTS: dict[str, Callable[[Path], Path]] = {
+    "distilbert": _distilbert(11, pooling="mean_tokens"),
+    "distilbert_cls": _distilbert(12, pooling="cls_token", normalize=True, n_layers=3, n_heads=2),
+    "distilbert_relu": _distilbert(13, pooling="mean_tokens", activation="relu", sinusoidal_pos_embds=True),
+    "distilbert_language_model": _distilbert(
+        14, prefix="distilbert.", pooling="mean_tokens", normalize=True, architectures=["DistilBertForMaskedLM"]
+    ),
+}

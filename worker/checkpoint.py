@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn, TypeAlias, cast, get_args
 
 from common.tokenization import load_tokenizer
-from worker.models import check_architecture, check_own_code, stands_for_own_code
+from worker.models import check_architecture, check_own_code, read_hidden_size, stands_for_own_code
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Checkpoint:
         architecture = _read_architecture(config)
         if modules.quantizes and not stands_for_own_code(architecture):
             raise ModelError(f"{root / 'modules.json'}: type: {_QUANTIZER_CLASS} is not known of a {architecture}.")
-        hidden_size = config.integer("hidden_size")
+        hidden_size = read_hidden_size(architecture, config)
         settings = _read_sentence_settings(root)
         pooling: Pooling = "mean"
         transformer = JsonFile(folder / "sentence_bert_config.json", {})

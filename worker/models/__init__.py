@@ -54,11 +54,22 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
         "BertModel": "bert",
         "BertForMaskedLM": "bert",  # the same encoder; its language-model head is not used
         "BertForPreTraining": "bert",
+        "RobertaModel": "roberta",
+        "RobertaForMaskedLM": "roberta",
+        "XLMRobertaModel": "roberta",
+        "XLMRobertaForMaskedLM": "roberta",
+        "CamembertModel": "roberta",
+        "CamembertForMaskedLM": "roberta",
+        "DistilBertModel": "distilbert",
+        "DistilBertForMaskedLM": "distilbert",
         "Qwen3Model": "qwen3",
         "Qwen3ForCausalLM": "qwen3",  # the same stack; its language-model head is not used
         "PPLXQwen3Model": "qwen3",  # pplx-embed v1: the same stack, every token visible
     }
 )
+
+# What a family's config.json calls the width of its hidden states, where that is not `hidden_size`.
+_HIDDEN_SIZE_FIELDS: Mapping[str, str] = MappingProxyType({"distilbert": "dim"})
 
 # Architectures whose checkpoints bring code of their own, and the classes of that code which a family here stands for.
 _REPLACED_CODE: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -70,6 +81,16 @@ def check_architecture(architecture: str, config: JsonFile) -> None:
     """Raises ModelError: no family has this architecture."""
     if architecture not in _FAMILIES:
         config.refuse("architectures", f"{architecture} is not supported; supported are {', '.join(_FAMILIES)}.")
+
+
+def read_hidden_size(architecture: str, config: JsonFile) -> int:
+    """Columns of the hidden states.
+
+    Raises:
+        ModelError: no family has this architecture, or the field is missing or no positive integer.
+    """
+    check_architecture(architecture, config)
+    return config.integer(_HIDDEN_SIZE_FIELDS.get(_FAMILIES[architecture], "hidden_size"))
 
 
 def check_own_code(architecture: str, config: JsonFile) -> None:

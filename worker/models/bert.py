@@ -2,6 +2,9 @@
 
 Source: Devlin et al., BERT (2018); names and order of operations as in the checkpoints of transformers' BertModel.
 Queries, keys and values come from one merged product. Every token is of type 0: pairs come with the rerankers.
+
+RoBERTa and DistilBERT are the same computation: their files read other fields into `BertConfig` and give the tensors
+other names.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
+from torch.nn import functional
 
 from worker.layers import ACTIVATIONS, Activation, Embedding, LayerNorm, Linear, is_fusible
 
 if TYPE_CHECKING:
-    import torch
-
     from worker.checkpoint import JsonFile
     from worker.ragged import RaggedBatch
 
@@ -30,8 +33,9 @@ _LEGACY_NAMES = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
     vocab_size: int
-    max_positions: int
-    num_types: int
+    max_positions: int  # that a token can have
+    position_offset: int  # rows of the position table before that of a sequence's first token
+    num_types: int  # 0: nothing is added for a token's type
     num_layers: int
     num_heads: int
     hidden_size: int
@@ -40,34 +44,19 @@ class BertConfig:
     epsilon: float
 
     @classmethod
-    def parse(cls, config: JsonFile) -> BertConfig:
+    def parse(cls, config: JsonFile, model_types: tuple[str, ...] = ("bert",)) -> BertConfig:
         """Raises ModelError: a field is missing, or has a value that this file does not implement."""
-        model_type = config.text("model_type")
-        if model_type not in (None, "bert"):
-            config.refuse("model_type", f"{model_type!r} is not a BertModel's.")
-        position_embedding_type = config.text("position_embedding_type") or "absolute"
-        if position_embedding_type != "absolute":
-            config.refuse("position_embedding_type", f"{position_embedding_type!r} is not supported.")
-        for field in ("is_decoder", "add_cross_attention"):
-            if config.flag(field, default=False):
-                config.refuse(field, "only encoders are supported.")
-        if config.values.get("pruned_heads"):
-            config.refuse("pruned_heads", "pruned heads are not supported.")
-        activation = config.text("hidden_act")
-        if activation is None or activation not in ACTIVATIONS:
-            config.refuse("hidden_act", f"{activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
-        hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-        if hidden_size % num_heads:
-            config.refuse("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}.")
+        check_encoder(config, model_types)
         return cls(
             vocab_size=config.integer("vocab_size"),
             max_positions=config.integer("max_position_embeddings"),
+            position_offset=0,
             num_types=config.integer("type_vocab_size"),
             num_layers=config.integer("num_hidden_layers"),
-            num_heads=num_heads,
-            hidden_size=hidden_size,
+            num_heads=read_num_heads(config, "num_attention_heads", "hidden_size"),
+            hidden_size=config.integer("hidden_size"),
             intermediate_size=config.integer("intermediate_size"),
-            activation=ACTIVATIONS[activation],
+            activation=read_activation(config, "hidden_act"),
             epsilon=config.number("layer_norm_eps"),
         )
 
@@ -100,25 +89,26 @@ class BertModel(nn.Module):
         return tensors
 
     def canonical_name(self, stored_name: str) -> str | None:
-        name = stored_name.removeprefix("bert.")
-        if _UNUSED.fullmatch(name):
-            return None
-        for legacy, current in _LEGACY_NAMES:
-            if name.endswith(legacy):
-                return name.removesuffix(legacy) + current
-        return name
+        return bare_name(stored_name, "bert.", _UNUSED)
 
 
 class BertEmbeddings(nn.Module):
+    _no_type: torch.Tensor
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.words = Embedding(config.vocab_size, config.hidden_size)
-        self.types = Embedding(config.num_types, config.hidden_size)
-        self.positions = Embedding(config.max_positions, config.hidden_size)
+        self.types = Embedding(config.num_types, config.hidden_size) if config.num_types else None
+        self.positions = Embedding(config.position_offset + config.max_positions, config.hidden_size)
         self.norm = LayerNorm(config.hidden_size, config.epsilon)
+        # For the kernel, which always adds a type's row.
+        self.register_buffer("_no_type", torch.zeros(config.hidden_size), persistent=False)
+        self._position_offset = config.position_offset
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         words = self.words.weight
+        position_table = self.positions.weight[self._position_offset :]  # [max_positions, hidden]
+        type_row = self._no_type if self.types is None else self.types.weight[0]
         if is_fusible(words, words) and not batch.reference:
             from worker.kernels.embedding import embed_layer_norm
 
@@ -126,8 +116,8 @@ class BertEmbeddings(nn.Module):
                 batch.token_ids,
                 batch.positions,
                 words,
-                self.positions.weight,
-                self.types.weight[0],
+                position_table,
+                type_row,
                 self.norm.weight,
                 self.norm.bias,
                 self.norm.epsilon,
@@ -135,15 +125,17 @@ class BertEmbeddings(nn.Module):
         embedded: torch.Tensor = self.words(batch.token_ids)  # [tokens, hidden]
         if batch.reference:
             embedded = embedded.float()
-        embedded += self.types.weight[0]
-        embedded += self.positions(batch.positions)
+        if self.types is not None:
+            embedded += type_row
+        embedded += functional.embedding(batch.positions, position_table)
         output: torch.Tensor = self.norm(embedded)
         return output
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+        types = {} if self.types is None else {f"{prefix}.token_type_embeddings.weight": self.types.weight}
         return {
             f"{prefix}.word_embeddings.weight": self.words.weight,
-            f"{prefix}.token_type_embeddings.weight": self.types.weight,
+            **types,
             f"{prefix}.position_embeddings.weight": self.positions.weight,
             **_norm_tensors(f"{prefix}.LayerNorm", self.norm),
         }
@@ -190,6 +182,48 @@ class BertLayer(nn.Module):
 def build(architecture: str, config: JsonFile) -> BertModel:
     """Raises ModelError: the configuration asks for what this file does not implement."""
     return BertModel(BertConfig.parse(config))
+
+
+def check_encoder(config: JsonFile, model_types: tuple[str, ...]) -> None:
+    """Raises ModelError: config.json is another family's, or asks for what no family of BERT's shape has here."""
+    model_type = config.text("model_type")
+    if model_type is not None and model_type not in model_types:
+        config.refuse("model_type", f"{model_type!r} is not this architecture's: {' or '.join(model_types)}.")
+    position_embedding_type = config.text("position_embedding_type") or "absolute"
+    if position_embedding_type != "absolute":
+        config.refuse("position_embedding_type", f"{position_embedding_type!r} is not supported.")
+    for field in ("is_decoder", "add_cross_attention"):
+        if config.flag(field, default=False):
+            config.refuse(field, "only encoders are supported.")
+    if config.values.get("pruned_heads"):
+        config.refuse("pruned_heads", "pruned heads are not supported.")
+
+
+def read_activation(config: JsonFile, field: str) -> Activation:
+    """Raises ModelError: none is named, or one that `worker.layers` does not have."""
+    activation = config.text(field)
+    if activation is None or activation not in ACTIVATIONS:
+        config.refuse(field, f"{activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[activation]
+
+
+def read_num_heads(config: JsonFile, field: str, hidden_size_field: str) -> int:
+    """Raises ModelError: missing, or it does not divide the hidden size."""
+    num_heads, hidden_size = config.integer(field), config.integer(hidden_size_field)
+    if hidden_size % num_heads:
+        config.refuse(field, f"{num_heads} does not divide {hidden_size_field} {hidden_size}.")
+    return num_heads
+
+
+def bare_name(stored_name: str, prefix: str, unused: re.Pattern[str]) -> str | None:
+    """What a bare encoder's checkpoint of today calls this tensor; None if it is not needed."""
+    name = stored_name.removeprefix(prefix)
+    if unused.fullmatch(name):
+        return None
+    for legacy, current in _LEGACY_NAMES:
+        if name.endswith(legacy):
+            return name.removesuffix(legacy) + current
+    return name
 
 
 def _linear_tensors(prefix: str, linear: Linear) -> dict[str, torch.Tensor]:
