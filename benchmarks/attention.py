@@ -21,7 +21,6 @@ device; the table takes about a minute. Prints a table; the last line is one JSO
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import time
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from benchmarks.record import write_result
 from worker.attention import AttentionUnavailable, HeadShape
 from worker.attention.reference import attend
 from worker.attention.select import BACKENDS, GraphPool, compare, elapsed_ms, qkv, ragged
@@ -258,9 +258,7 @@ def main() -> None:
         "failure": failure,
         "rows": rows,
     }
-    if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=1))
-    print(json.dumps(result))
+    write_result(result, args.output)
     if failure is not None:
         raise SystemExit(1)
 

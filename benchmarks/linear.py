@@ -40,6 +40,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from benchmarks.record import origin
 from worker.kernels import linear as kernels
 from worker.kernels.linear import Epilogue, Tiling
 from worker.kernels.rotary import qk_norm_rope_
@@ -468,7 +469,7 @@ def main() -> None:
         "seconds": time.monotonic() - began,
         "cells": cells,
     }
-    args.output.write_text(json.dumps(result, indent=1))
+    args.output.write_text(json.dumps({**result, **origin()}, indent=1) + "\n")
     # A layer of each model, in microseconds, with and without fusion.
     layers = {
         f"{model} {n}": {

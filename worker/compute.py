@@ -192,13 +192,14 @@ class Compute:
             self._metrics.nonfinite_rows.inc(len(nonfinite))
 
     def _fail(self, step: _Step, error: Exception) -> None:
+        # Raises DeviceLost where nothing will ever run again: that ends the thread, and so the process. The batch is
+        # not answered then: the scheduler runs it elsewhere, as all that a dead worker held.
+        self._engine.check_device(error)
         self._running.remove(step)
         logger.error("batch %d failed", step.batch.batch_id, exc_info=error)
         self._metrics.step_failures.inc()
         message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
         self._put(BatchFailed(step.batch.epoch, step.batch.batch_id, message))
-        # Raises DeviceLost where nothing will ever run again: that ends the thread, and so the process.
-        self._engine.check_device(error)
 
     def _put(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)
