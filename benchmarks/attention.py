@@ -34,8 +34,9 @@ import torch
 
 from benchmarks.record import write_result
 from worker.attention import AttentionUnavailable, HeadShape
+from worker.attention.measure import GraphPool, compare, elapsed_ms, qkv, ragged
 from worker.attention.reference import attend
-from worker.attention.select import BACKENDS, GraphPool, compare, elapsed_ms, qkv, ragged
+from worker.attention.select import BACKENDS
 from worker.ragged import Capacity, dummy_lengths
 
 if TYPE_CHECKING:

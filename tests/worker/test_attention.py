@@ -14,9 +14,10 @@ from tests.models import make_batch, random_sequences
 from worker.attention import Attention, AttentionUnavailable, HeadShape
 from worker.attention.flash_attention_4 import FlashAttention4
 from worker.attention.flashinfer import FlashInferAttention
+from worker.attention.measure import MAX_ERROR, MIN_COSINE, compare, qkv, ragged
 from worker.attention.reference import ReferenceAttention, attend
 from worker.attention.sdpa import SdpaAttention
-from worker.attention.select import BACKENDS, MAX_ERROR, MIN_COSINE, Selection, compare, qkv, ragged
+from worker.attention.select import BACKENDS, Selection
 from worker.attention.varlen import TorchAttention
 from worker.graphs import place
 from worker.ragged import Capacity, RaggedBatch, load_sorted

@@ -16,21 +16,9 @@ import torch
 
 from common.config import WorkerConfig
 from worker.attention import Attention, AttentionUnavailable, HeadShape
+from worker.attention.measure import LONGEST, SEQUENCES, TOKENS, Cell, Measurement, _formula, lengths_of, qkv
 from worker.attention.reference import attend
-from worker.attention.select import (
-    BACKENDS,
-    LONGEST,
-    SEQUENCES,
-    TOKENS,
-    Backend,
-    Cell,
-    Measurement,
-    Selection,
-    _formula,
-    lengths_of,
-    qkv,
-    select,
-)
+from worker.attention.select import BACKENDS, Backend, Selection, select
 
 CPU = torch.device("cpu")
 SHAPE = HeadShape(num_heads=16, num_kv_heads=8, head_dim=128, causal=True, dtype=torch.bfloat16)
@@ -507,7 +495,7 @@ def test_no_class_longer_than_the_model_takes_is_measured(cache: Path) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("max_masked", [50, 2048], ids=["token by token", "with a mask"])
 def test_results_are_compared_with_the_formula(causal: bool, max_masked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.attention.select._MAX_MASKED", max_masked)
+    monkeypatch.setattr("worker.attention.measure._MAX_MASKED", max_masked)
     lengths = np.array([3, 70, 40], dtype=np.int32)
     offsets = np.array([0, 3, 73, 113], dtype=np.int32)
     tensors = qkv(replace(SHAPE, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32), 113, CPU)
