@@ -21,7 +21,7 @@ from tests.scheduler.test_core import make_request
 from tests.scheduler.test_server import Gateway
 from worker.compute import Broken, Compute, Outcome, Ready
 from worker.lazy import DeviceLost, Rows
-from worker.server import EXIT_STUCK, Server
+from worker.server import EXIT_DEVICE_LOST, EXIT_STUCK, Server
 
 
 class FakeRows:
@@ -268,29 +268,52 @@ def test_an_engine_that_cannot_be_built_is_reported(metrics: Metrics) -> None:
     assert str(outcome.error) == "no such model"
 
 
-def test_a_step_that_does_not_end_ends_the_worker(
-    run_dir: str, start_scheduler: Callable[[], RunningScheduler], metrics: Metrics
-) -> None:
-    start_scheduler()
-    engine = FakeEngine(at_once=False)
+@pytest.fixture
+def own_signal_handlers() -> Iterator[None]:
+    """A server on this thread replaces them, and may arrange for the process's end: this process goes on."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+    atexit.unregister(os._exit)
+
+
+def serve_one(run_dir: str, metrics: Metrics, engine: FakeEngine, token: int, max_step_s: float) -> int:
+    """The exit status of a worker that gets one request."""
     config = WorkerConfig(run_dir=run_dir)
-    server = Server(config, metrics, lambda: engine, lambda: None, max_step_s=0.3)  # type: ignore[arg-type, return-value]
+    server = Server(config, metrics, lambda: engine, lambda: None, max_step_s=max_step_s)  # type: ignore[arg-type, return-value]
 
     def send_one_request() -> None:
         gateway = Gateway(run_dir)
         gateway.wait_for_workers(1)
-        gateway.dealer.send(make_request(1, [5]))
+        gateway.dealer.send(make_request(1, [token]))
         engine.launched.acquire(timeout=10)
         gateway.close()
 
     client = threading.Thread(target=send_one_request)
     client.start()
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
-        assert server.run() == EXIT_STUCK
+        return server.run()
     finally:
-        for number, handler in zip((signal.SIGTERM, signal.SIGINT), handlers, strict=True):
-            signal.signal(number, handler)
         client.join()
-        engine.steps[0].arrived.set()
-        atexit.unregister(os._exit)  # this process goes on
+        for step in engine.steps:
+            step.arrived.set()
+
+
+@pytest.mark.usefixtures("own_signal_handlers")
+def test_a_step_that_does_not_end_ends_the_worker(
+    run_dir: str, start_scheduler: Callable[[], RunningScheduler], metrics: Metrics
+) -> None:
+    start_scheduler()
+
+    assert serve_one(run_dir, metrics, FakeEngine(at_once=False), token=5, max_step_s=0.3) == EXIT_STUCK
+
+
+@pytest.mark.usefixtures("own_signal_handlers")
+def test_a_lost_device_ends_the_worker_with_its_own_status(
+    run_dir: str, start_scheduler: Callable[[], RunningScheduler], metrics: Metrics
+) -> None:
+    start_scheduler()
+
+    assert serve_one(run_dir, metrics, FakeEngine(at_once=True), token=3, max_step_s=60.0) == EXIT_DEVICE_LOST
