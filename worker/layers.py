@@ -18,10 +18,15 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from worker.ragged import RaggedBatch
+    from worker.rope import Rope
 
 logger = logging.getLogger(__name__)
 
@@ -132,15 +137,15 @@ class Linear(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Zero mean and unit variance of each row, then a scale and a shift of each column.
+    """Zero mean and unit variance of each row, then a scale and perhaps a shift of each column.
 
     Source: Ba, Kiros, Hinton, Layer Normalization (2016).
     """
 
-    def __init__(self, size: int, epsilon: float) -> None:
+    def __init__(self, size: int, epsilon: float, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = parameter(size)
-        self.bias = parameter(size)
+        self.bias = parameter(size) if bias else None
         self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -154,59 +159,79 @@ class LayerNorm(nn.Module):
         if residual is not None:
             x = x + residual
         weight: torch.Tensor = self.weight
-        bias: torch.Tensor = self.bias
+        bias: torch.Tensor | None = self.bias
         if weight.dtype != x.dtype:
-            weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
         return functional.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
-    """Unit mean square of each row, then a scale of each column.
+    """Unit mean square of each row, then a scale of each column: by weight + offset, added in float32.
 
-    Source: Zhang, Sennrich, Root Mean Square Layer Normalization (2019).
+    Source: Zhang, Sennrich, Root Mean Square Layer Normalization (2019); the offset is Gemma's, 1.
     """
 
-    def __init__(self, size: int, epsilon: float) -> None:
+    def __init__(self, size: int, epsilon: float, *, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = parameter(size)
         self.epsilon = epsilon
+        self.offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size], normed over the last axis; on a CUDA device in half precision [tokens, size]."""
         if is_fusible(x, self.weight):
             from worker.kernels.norm import rms_norm
 
-            return rms_norm(x, self.weight, self.epsilon)
-        weight = self.weight.to(x.dtype)
+            return rms_norm(x, self.weight, self.epsilon, self.offset)
+        weight = self.scale().to(x.dtype)
         return functional.rms_norm(x, weight.shape, weight, self.epsilon)
+
+    def scale(self) -> torch.Tensor:
+        """What the columns are multiplied by; with an offset in float32, [size]."""
+        return self.weight.float() + self.offset if self.offset else self.weight
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) · up(x)) + residual, gate and up from one merged product, no biases.
+    """down(act(gate(x)) · up(x)) + residual, gate and up from one merged product.
 
-    Source: Shazeer, GLU Variants Improve Transformer (2020), SwiGLU.
+    Source: Shazeer, GLU Variants Improve Transformer (2020), SwiGLU and GEGLU.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Activation = _SILU,
+        *,
+        bias: bool = False,
+        down_bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down = Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down = Linear(intermediate_size, hidden_size, bias=down_bias)
+        self._activation = activation
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Both [tokens, hidden] → [tokens, hidden]."""
-        if is_fusible(x, self.gate_up.weight):
+        gate_up = self.gate_up
+        if not is_fusible(x, gate_up.weight):
+            gate, up = gate_up(x).chunk(2, dim=1)
+            inner = self._activation.function(gate) * up  # [tokens, intermediate]
+        elif self._activation is _SILU and gate_up.bias is None:
             from worker.kernels.linear import swiglu_linear
 
-            inner = swiglu_linear(x, self.gate_up.weight)  # [tokens, intermediate]
+            inner = swiglu_linear(x, gate_up.weight)
         else:
-            gate, up = self.gate_up(x).chunk(2, dim=1)
-            inner = functional.silu(gate) * up
+            from worker.kernels.swiglu import gated
+
+            inner = gated(gate_up(x), self._activation.kernel_name)
         output: torch.Tensor = self.down(inner, residual)
         return output
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of every position's angles, float32 [positions, head_dim / 2] whatever the model computes in.
+    """Cosines and sines of every position's angles, float32 [positions, dim / 2] whatever the model computes in.
 
     Made on the CPU whichever the device: the angles of late positions are thousands of radians, where the last bit of
     a frequency, which another device's power function may round differently, shows in the third decimal of a cosine.
@@ -217,20 +242,17 @@ class RotaryTable(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, num_positions: int, head_dim: int, theta: float) -> None:
+    def __init__(self, rope: Rope) -> None:
         super().__init__()
         device = torch.get_default_device()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
-        angles = positions[:, None] * (1.0 / theta**exponents)  # [positions, head_dim / 2]
+        positions = torch.arange(rope.num_positions, dtype=torch.float32, device="cpu")
+        angles = positions[:, None] * rope.inverse_frequencies()  # [positions, dim / 2]
         self.register_buffer("cos", angles.cos().to(device), persistent=False)
         self.register_buffer("sin", angles.sin().to(device), persistent=False)
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, heads, head_dim], dimension i turned together with i + head_dim / 2."""
-        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in (self.cos, self.sin))
-        first, second = x.chunk(2, dim=2)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+    def at(self, batch: RaggedBatch) -> Rotation:
+        """By how much each token of a batch turns, for all layers that turn alike."""
+        return Rotation(self.cos, self.sin, batch.positions)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryTable:
         # What converts a whole model to another dtype moves these at most: bfloat16 cannot tell positions apart.
@@ -238,51 +260,102 @@ class RotaryTable(nn.Module):
         return self
 
 
-class RotaryQkv(nn.Module):
-    """Queries, keys and values from one merged product without bias; queries and keys normed over each head, then
-    turned by their positions."""
+class Rotation:
+    """A batch's turns: rows of two tables, looked up once where it is not a kernel that looks them up."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, epsilon: float) -> None:
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> None:
+        """float32 [positions, dim / 2] twice, int32 [tokens]: the rows."""
+        self.cos = cos
+        self.sin = sin
+        self.positions = positions
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, heads, dim], column i turned together with column i + dim / 2."""
+        if self._rows is None:
+            cos, sin = (table.index_select(0, self.positions).unsqueeze(1) for table in (self.cos, self.sin))
+            self._rows = cos, sin  # [tokens, 1, dim / 2]
+        cos, sin = self._rows
+        first, second = x.chunk(2, dim=2)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+
+
+class RotaryQkv(nn.Module):
+    """Queries, keys and values from one merged product; queries and keys perhaps normed over each head, then turned by
+    their positions."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        epsilon: float | None = None,
+        norm_offset: float = 0.0,
+    ) -> None:
+        """`epsilon` is of the norms over heads; None: there are none. `norm_offset` as of `RMSNorm`."""
         super().__init__()
-        self.projection = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=False)
-        self.q_norm = RMSNorm(head_dim, epsilon)
-        self.k_norm = RMSNorm(head_dim, epsilon)
+        self.projection = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
+        self.q_norm = None if epsilon is None else RMSNorm(head_dim, epsilon, offset=norm_offset)
+        self.k_norm = None if epsilon is None else RMSNorm(head_dim, epsilon, offset=norm_offset)
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._epsilon = epsilon
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, table: RotaryTable
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[tokens, hidden], int32 [tokens] → [tokens, heads, head_dim], twice [tokens, kv heads, head_dim]: views of
-        one tensor."""
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[tokens, hidden] → [tokens, heads, head_dim], twice [tokens, kv heads, head_dim]: views of one tensor."""
         if is_fusible(x, self.projection.weight):
-            from worker.kernels.linear import qk_norm_rope_linear
-
-            merged = qk_norm_rope_linear(
-                x,
-                self.projection.weight,
-                self.q_norm.weight,
-                self.k_norm.weight,
-                table.cos,
-                table.sin,
-                positions,
-                self._num_heads,
-                self._num_kv_heads,
-                self._epsilon,
-            )
-            return self._split(merged)
+            return self._split(self._run_fused(x, rotation))
         query, key, value = self._split(self.projection(x))
         # Rounded once, at the end, as in the kernel.
-        query.copy_(table.rotate(self.q_norm(query.float()), positions))
-        key.copy_(table.rotate(self.k_norm(key.float()), positions))
+        for part, norm in ((query, self.q_norm), (key, self.k_norm)):
+            whole = part.float()
+            part.copy_(rotation.rotate(whole if norm is None else norm(whole)))
         return query, key, value
 
-    def weight_parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows of the merged weight that make queries, keys and values."""
+    def _run_fused(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        heads = self._num_heads, self._num_kv_heads
+        if self.q_norm is None or self.k_norm is None:
+            from worker.kernels.rotary import rope_
+
+            merged: torch.Tensor = self.projection(x)
+            rope_(merged, rotation.positions, rotation.cos, rotation.sin, *heads)
+            return merged
+        norms = self.q_norm.weight, self.k_norm.weight
+        if self.projection.bias is None and not self.q_norm.offset:
+            from worker.kernels.linear import qk_norm_rope_linear
+
+            return qk_norm_rope_linear(
+                x,
+                self.projection.weight,
+                *norms,
+                rotation.cos,
+                rotation.sin,
+                rotation.positions,
+                *heads,
+                self.q_norm.epsilon,
+            )
+        from worker.kernels.rotary import qk_norm_rope_
+
+        merged = self.projection(x)
+        qk_norm_rope_(
+            merged,
+            rotation.positions,
+            rotation.cos,
+            rotation.sin,
+            *norms,
+            *heads,
+            self.q_norm.epsilon,
+            self.q_norm.offset,
+        )
+        return merged
+
+    def parts(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of the merged weight, or of its bias, that make queries, keys and values."""
         query, kv = self._num_heads * self._head_dim, self._num_kv_heads * self._head_dim
-        queries, keys, values = torch.split(self.projection.weight, [query, kv, kv])
+        queries, keys, values = torch.split(tensor, [query, kv, kv])
         return queries, keys, values
 
     def _split(self, merged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -301,7 +301,9 @@ def _launch(model: Model, ragged: RaggedBatch, pooling: Pooling) -> torch.Tensor
 
 def _head_shape(model: Model) -> HeadShape:
     dtype = next(model.parameters()).dtype
-    return HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.causal, dtype)
+    return HeadShape(
+        model.num_heads, model.num_kv_heads, model.head_dim, model.causal, dtype, model.windowed, model.biased
+    )
 
 
 def row_width(batch: Batch, dimensions: int) -> int:

@@ -19,8 +19,10 @@ from worker.layers import (
     RMSNorm,
     RotaryQkv,
     RotaryTable,
+    Rotation,
     pack_linears,
 )
+from worker.rope import Rope
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -140,10 +142,10 @@ def test_a_layer_norm_takes_the_sum_with_a_residual() -> None:
 
 
 def test_position_0_is_not_turned_and_others_keep_their_length() -> None:
-    table = RotaryTable(num_positions=8, head_dim=6, theta=10000.0)
+    table = RotaryTable(Rope(num_positions=8, dim=6, theta=10000.0))
     x = random(8, 3, 6)
 
-    turned = table.rotate(x, torch.arange(8, dtype=torch.int32))
+    turned = Rotation(table.cos, table.sin, torch.arange(8, dtype=torch.int32)).rotate(x)
 
     torch.testing.assert_close(turned[0], x[0])
     torch.testing.assert_close(turned.square().sum(dim=2), x.square().sum(dim=2))
@@ -151,12 +153,14 @@ def test_position_0_is_not_turned_and_others_keep_their_length() -> None:
 
 
 def test_turned_products_depend_on_the_distance_alone() -> None:
-    table = RotaryTable(num_positions=100, head_dim=16, theta=500.0)
+    table = RotaryTable(Rope(num_positions=100, dim=16, theta=500.0))
     query, key = random(1, 1, 16), random(1, 1, 16, seed=2)
 
     def product(query_position: int, key_position: int) -> torch.Tensor:
         places = (torch.tensor([position], dtype=torch.int32) for position in (query_position, key_position))
-        turned_query, turned_key = (table.rotate(x, place) for x, place in zip((query, key), places, strict=True))
+        turned_query, turned_key = (
+            Rotation(table.cos, table.sin, place).rotate(x) for x, place in zip((query, key), places, strict=True)
+        )
         return (turned_query * turned_key).sum()
 
     torch.testing.assert_close(product(7, 3), product(97, 93), rtol=1e-4, atol=1e-4)
@@ -164,7 +168,7 @@ def test_turned_products_depend_on_the_distance_alone() -> None:
 
 
 def test_rotary_tables_stay_float32_when_a_model_is_converted() -> None:
-    table = RotaryTable(num_positions=40, head_dim=8, theta=10000.0)
+    table = RotaryTable(Rope(num_positions=40, dim=8, theta=10000.0))
     cos = table.cos.clone()
 
     table.to(torch.bfloat16)
@@ -175,11 +179,11 @@ def test_rotary_tables_stay_float32_when_a_model_is_converted() -> None:
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
 def test_rotary_tables_are_float32_whatever_the_default_is(default: torch.dtype) -> None:
-    expected = RotaryTable(num_positions=2000, head_dim=8, theta=10000.0)
+    expected = RotaryTable(Rope(num_positions=2000, dim=8, theta=10000.0))
     former = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        table = RotaryTable(num_positions=2000, head_dim=8, theta=10000.0)
+        table = RotaryTable(Rope(num_positions=2000, dim=8, theta=10000.0))
     finally:
         torch.set_default_dtype(former)
 
@@ -187,16 +191,16 @@ def test_rotary_tables_are_float32_whatever_the_default_is(default: torch.dtype)
 
 
 def test_queries_and_keys_are_normed_and_turned_and_values_are_not() -> None:
-    table = RotaryTable(num_positions=8, head_dim=6, theta=100.0)
-    qkv = filled(RotaryQkv(hidden_size=12, num_heads=4, num_kv_heads=2, head_dim=6, epsilon=1e-6))
-    x, positions = random(3, 12), torch.tensor([0, 5, 2], dtype=torch.int32)
-    parts = [(x @ weight.T).view(3, -1, 6) for weight in qkv.weight_parts()]
+    table = RotaryTable(Rope(num_positions=8, dim=6, theta=100.0))
+    qkv = filled(RotaryQkv(hidden_size=12, num_heads=4, num_kv_heads=2, head_dim=6, bias=False, epsilon=1e-6))
+    x, rotation = random(3, 12), Rotation(table.cos, table.sin, torch.tensor([0, 5, 2], dtype=torch.int32))
+    parts = [(x @ weight.T).view(3, -1, 6) for weight in qkv.parts(qkv.projection.weight)]
 
-    query, key, value = qkv(x, positions, table)
+    query, key, value = qkv(x, rotation)
 
     assert (query.shape, key.shape, value.shape) == ((3, 4, 6), (3, 2, 6), (3, 2, 6))
-    torch.testing.assert_close(query, table.rotate(qkv.q_norm(parts[0]), positions))
-    torch.testing.assert_close(key, table.rotate(qkv.k_norm(parts[1]), positions))
+    torch.testing.assert_close(query, rotation.rotate(qkv.q_norm(parts[0])))
+    torch.testing.assert_close(key, rotation.rotate(qkv.k_norm(parts[1])))
     torch.testing.assert_close(value, parts[2])
     assert len({tensor.untyped_storage().data_ptr() for tensor in (query, key, value)}) == 1
 

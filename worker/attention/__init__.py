@@ -36,6 +36,8 @@ class HeadShape:
     head_dim: int
     causal: bool
     dtype: torch.dtype
+    windowed: bool = False  # in some layers a token sees only those near it
+    biased: bool = False  # scores have a bias that depends on distance
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -62,9 +64,23 @@ class Attention(Protocol):
         """
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        causal: bool,
+        window: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[tokens, heads, head_dim] and twice [tokens, kv heads, head_dim] → contiguous [tokens, heads, head_dim].
 
         The inputs may be strided views of one tensor, with head_dim contiguous.
+
+        Args:
+            window: the farthest that a token sees, in tokens to either side; None: all of its sequence. Only where the
+                head shape is `windowed`.
+            bias: float32 [heads, 2 * reach + 1], added to the scaled scores of a query at i and a key at j in column
+                reach + min(max(j - i, -reach), reach). Only where the head shape is `biased`.
         """

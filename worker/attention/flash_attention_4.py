@@ -64,8 +64,18 @@ class FlashAttention4:
         pass
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        causal: bool,
+        window: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert window is None
+        assert bias is None
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         self._forward(
             query,

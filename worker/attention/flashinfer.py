@@ -92,8 +92,18 @@ class FlashInferAttention:
         self._planned.plan(cu_seqlens)
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        causal: bool,
+        window: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert window is None
+        assert bias is None
         del batch  # `prepare` was told of it
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a graph of this capacity would take {self.name} too much memory")
@@ -116,8 +126,18 @@ class _CapturedFlashInfer:
         self._planned.plan(cu_seqlens)
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        causal: bool,
+        window: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert window is None
+        assert bias is None
         del batch
         return self._planned.run(query, key, value, causal)
 

@@ -32,16 +32,33 @@ class ReferenceAttention:
         pass
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        causal: bool,
+        window: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for start, stop in pairwise(batch.cu_seqlens.tolist()):
             if start < stop:
-                output[start:stop] = attend(query[start:stop], key[start:stop], value[start:stop], causal=causal)
+                rows = slice(start, stop)
+                output[rows] = attend(query[rows], key[rows], value[rows], causal=causal, window=window, bias=bias)
         return output
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> torch.Tensor:
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One sequence: [length, heads, head_dim] and twice [length, kv heads, head_dim] → float32 as the query."""
     length, num_heads, head_dim = query.shape
     group = num_heads // key.shape[1]
@@ -52,8 +69,13 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causa
     for first in range(0, length, num_rows):
         rows = slice(first, min(first + num_rows, length))
         scores = q[:, rows] @ k.transpose(1, 2) * head_dim**-0.5  # [heads, rows, length]
+        positions = torch.arange(length, device=query.device)
+        distances = positions - positions[rows, None]  # [rows, length]
+        if bias is not None:
+            scores += bias[:, distances.clamp(-(bias.shape[1] // 2), bias.shape[1] // 2) + bias.shape[1] // 2]
         if causal:
-            positions = torch.arange(length, device=query.device)
-            scores = scores.masked_fill(positions > positions[rows, None], float("-inf"))
+            scores = scores.masked_fill(distances > 0, float("-inf"))
+        if window is not None:
+            scores = scores.masked_fill(distances.abs() > window, float("-inf"))
         output[rows] = (torch.softmax(scores, dim=-1) @ v).transpose(0, 1)
     return output

@@ -69,6 +69,9 @@ _CLOSE = 1.03
 _FORMAT = 2
 _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4")
 
+# Backends that mind the arguments `window` and `bias`.
+_WITH_WINDOW_AND_BIAS = frozenset({"triton", "sdpa", "reference"})
+
 Measure = Callable[["Attention", Cell], Measurement]
 Table = Mapping[Cell, Mapping[str, float]]  # µs of one layer, by backend
 
@@ -111,20 +114,23 @@ class Selection:
         if backend is None:
             known = ", ".join(["auto", *BACKENDS, *_PLAIN_BACKENDS])
             raise AttentionUnavailable(f"there is no attention backend {name!r}; there are {known}")
+        if (shape.windowed or shape.biased) and name not in _WITH_WINDOW_AND_BIAS:
+            raise AttentionUnavailable(f"attention {name}: has no windows and no biases, which this model needs")
         if reason := backend.unavailable(shape, device):
             raise AttentionUnavailable(f"attention {name}: {reason}")
         return cls({name: backend.open(shape, device)}, {_ANY: name}, f"{name}, {why}")
 
     @classmethod
     def default(cls, shape: HeadShape, device: torch.device) -> Selection:
-        """Where there is nothing to measure: on a CPU, or in float32, which but one kernel for GPUs computes in.
+        """Where there is nothing to measure: on a CPU, or where but one kernel for GPUs does what is needed.
 
         Raises:
             AttentionUnavailable: it cannot be had.
         """
         if device.type == "cpu":
             return cls._only("sdpa", "the one for CPUs", shape, device)
-        return cls._only("triton", f"the one that computes in {shape.dtype} on a GPU", shape, device)
+        why = "windows or biases" if shape.windowed or shape.biased else str(shape.dtype)
+        return cls._only("triton", f"the one that computes in {why} on a GPU", shape, device)
 
     @classmethod
     def measured(
@@ -223,7 +229,7 @@ def select(
     """
     if requested != "auto":
         return Selection.forced(requested, shape, device)
-    if device.type == "cpu" or shape.dtype == torch.float32:
+    if device.type == "cpu" or shape.dtype == torch.float32 or shape.windowed or shape.biased:
         return Selection.default(shape, device)
     path = cache / _file_name(shape, max_tokens)
     return Selection.measured(shape, device, num_layers=num_layers, max_tokens=max_tokens, cache=path)

@@ -72,7 +72,15 @@ class TritonAttention:
         pass
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        causal: bool,
+        window: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = query.shape
         num_rows = batch.cu_seqlens.shape[0] - 1

@@ -42,8 +42,18 @@ class TorchAttention:
         pass
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        causal: bool,
+        window: int | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert window is None
+        assert bias is None
         longest = max(batch.max_seqlen, _ROWS_PER_BLOCK)
         offsets = batch.cu_seqlens
         output: torch.Tensor = torch.ops.aten._flash_attention_forward(

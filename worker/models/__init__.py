@@ -35,6 +35,8 @@ class Model(Protocol):
     num_kv_heads: int  # divides num_heads
     head_dim: int
     causal: bool  # a token attends to itself and the tokens before it; else to all of its sequence
+    windowed: bool  # some layers call attention with a window
+    biased: bool  # some layers call attention with a bias
 
     def __call__(self, batch: RaggedBatch) -> torch.Tensor:
         """Hidden states of the last layer, [tokens, hidden]; float32 if `batch.reference` asks for it."""

@@ -71,6 +71,7 @@ class BertModel(nn.Module):
         self.num_heads = self.num_kv_heads = config.num_heads
         self.head_dim = config.hidden_size // config.num_heads
         self.causal = False
+        self.windowed = self.biased = False
         self.embeddings = BertEmbeddings(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_layers))
 
@@ -112,6 +113,7 @@ class BertEmbeddings(nn.Module):
         if is_fusible(words, words) and not batch.reference:
             from worker.kernels.embedding import embed_layer_norm
 
+            assert self.norm.bias is not None
             return embed_layer_norm(
                 batch.token_ids,
                 batch.positions,
@@ -232,4 +234,5 @@ def _linear_tensors(prefix: str, linear: Linear) -> dict[str, torch.Tensor]:
 
 
 def _norm_tensors(prefix: str, norm: LayerNorm) -> dict[str, torch.Tensor]:
+    assert norm.bias is not None
     return {f"{prefix}.weight": norm.weight, f"{prefix}.bias": norm.bias}

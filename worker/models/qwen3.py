@@ -10,12 +10,13 @@ whose config.json says `is_causal: false` is computed so too, as transformers do
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from worker.layers import Embedding, GatedMlp, Linear, RMSNorm, RotaryQkv, RotaryTable
+from worker.layers import Embedding, GatedMlp, Linear, RMSNorm, RotaryQkv, RotaryTable, Rotation
+from worker.rope import Rope
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 _PPLX_ARCHITECTURE = "PPLXQwen3Model"
 _PPLX_MODEL_TYPE = "bidirectional_pplx_qwen3"
-
-# Rotary scaling that changes nothing, under the names that config.json files give it.
-_ROPE_FIELDS = frozenset({"rope_theta", "rope_type", "type"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Qwen3Config:
     hidden_size: int
     intermediate_size: int
     epsilon: float
-    rope_theta: float
+    rope: Rope
     causal: bool
 
     @classmethod
@@ -74,7 +72,7 @@ class Qwen3Config:
             hidden_size=config.integer("hidden_size"),
             intermediate_size=config.integer("intermediate_size"),
             epsilon=config.number("rms_norm_eps"),
-            rope_theta=_rope_theta(config),
+            rope=Rope.parse(config, head_dim, config.integer("max_position_embeddings")),
             causal=_is_causal(config, is_pplx=is_pplx),
         )
 
@@ -90,8 +88,9 @@ class Qwen3Model(nn.Module):
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.causal = config.causal
+        self.windowed = self.biased = False
         self.embeddings = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryTable(config.max_positions, config.head_dim, config.rope_theta)
+        self.rotary = RotaryTable(config.rope)
         self.layers = nn.ModuleList(Qwen3Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.epsilon)
 
@@ -99,8 +98,9 @@ class Qwen3Model(nn.Module):
         hidden: torch.Tensor = self.embeddings(batch.token_ids)  # [tokens, hidden]
         if batch.reference:
             hidden = hidden.float()
+        rotation = self.rotary.at(batch)
         for layer in self.layers:
-            hidden = layer(hidden, batch, self.rotary)
+            hidden = layer(hidden, batch, rotation)
         output: torch.Tensor = self.norm(hidden)
         return output
 
@@ -121,29 +121,34 @@ class Qwen3Layer(nn.Module):
         super().__init__()
         hidden_size, epsilon = config.hidden_size, config.epsilon
         self.attention_norm = RMSNorm(hidden_size, epsilon)
-        self.qkv = RotaryQkv(hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, epsilon)
+        self.qkv = RotaryQkv(
+            hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, epsilon=epsilon, bias=False
+        )
         self.attention_output = Linear(config.num_heads * config.head_dim, hidden_size, bias=False)
         self.mlp_norm = RMSNorm(hidden_size, epsilon)
         self.mlp = GatedMlp(hidden_size, config.intermediate_size)
         self._causal = config.causal
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotary: RotaryTable) -> torch.Tensor:
-        query, key, value = self.qkv(self.attention_norm(hidden), batch.positions, rotary)
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
+        query, key, value = self.qkv(self.attention_norm(hidden), rotation)
         attended = batch.attention(query, key, value, batch, causal=self._causal)  # [tokens, heads, head_dim]
         hidden = self.attention_output(attended.flatten(1), hidden)
         output: torch.Tensor = self.mlp(self.mlp_norm(hidden), hidden)
         return output
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        query, key, value = self.qkv.weight_parts()
+        query, key, value = self.qkv.parts(self.qkv.projection.weight)
+        q_norm, k_norm = self.qkv.q_norm, self.qkv.k_norm
+        assert q_norm is not None
+        assert k_norm is not None
         gate, up = self.mlp.gate_up.weight.chunk(2)
         return {
             f"{prefix}.input_layernorm.weight": self.attention_norm.weight,
             f"{prefix}.self_attn.q_proj.weight": query,
             f"{prefix}.self_attn.k_proj.weight": key,
             f"{prefix}.self_attn.v_proj.weight": value,
-            f"{prefix}.self_attn.q_norm.weight": self.qkv.q_norm.weight,
-            f"{prefix}.self_attn.k_norm.weight": self.qkv.k_norm.weight,
+            f"{prefix}.self_attn.q_norm.weight": q_norm.weight,
+            f"{prefix}.self_attn.k_norm.weight": k_norm.weight,
             f"{prefix}.self_attn.o_proj.weight": self.attention_output.weight,
             f"{prefix}.post_attention_layernorm.weight": self.mlp_norm.weight,
             f"{prefix}.mlp.gate_proj.weight": gate,
@@ -175,27 +180,3 @@ def _is_causal(config: JsonFile, *, is_pplx: bool) -> bool:
     if config.flag("use_bidirectional_attention", default=False):
         config.refuse("use_bidirectional_attention", "not a field of Qwen3's; is_causal says what this one means.")
     return config.flag("is_causal", default=True)
-
-
-def _rope_theta(config: JsonFile) -> float:
-    """The base of the rotary frequencies: a field of its own in older files, within `rope_parameters` in later ones."""
-    if config.values.get("partial_rotary_factor") not in (None, 1):
-        config.refuse("partial_rotary_factor", "heads that are rotated in part are not supported.")
-    found: dict[str, float] = {}
-    if config.values.get("rope_theta") is not None:
-        found["rope_theta"] = config.positive_number("rope_theta")
-    for field in ("rope_scaling", "rope_parameters"):
-        values = config.values.get(field)
-        if values is None:
-            continue
-        if not isinstance(values, dict) or not _ROPE_FIELDS.issuperset(values):
-            config.refuse(field, f"scaled rotary positions are not supported: {values!r}.")
-        if any(values.get(name) not in (None, "default") for name in ("rope_type", "type")):
-            config.refuse(field, f"only the type 'default' is supported: {values!r}.")
-        if values.get("rope_theta") is not None:
-            found[field] = replace(config, values=values).positive_number("rope_theta")
-    if not found:
-        config.refuse("rope_theta", "missing, and not in rope_parameters either.")
-    if len(set(found.values())) > 1:
-        config.refuse(", ".join(found), f"they disagree: {found!r}.")
-    return next(iter(found.values()))
