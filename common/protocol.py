@@ -5,8 +5,10 @@ A message is a list of frames: a header, then one frame an array.
     [ msgpack array: kind, scalar, scalar …, [shape, shape …] ] [ raw array ] [ raw array ] …
 
 Arrays are raw little-endian buffers, never msgpack lists: for 64 texts of 100 tokens that is 2 µs each way against
-95–119 µs. Nothing is ever unpickled. `decode` bounds every length before it allocates, checks every scalar's type,
-and answers anything odd with `ProtocolError`: a peer with a bug (or a stranger's bytes) cannot raise anything else.
+95–119 µs. Those at a message's end that few have a use for are empty by default; where all of these are, none travels,
+so that a plain text pays nothing for what another asks. Nothing is ever unpickled. `decode` bounds every length before
+it allocates, checks every scalar's type, and answers anything odd with `ProtocolError`: a peer with a bug (or a
+stranger's bytes) cannot raise anything else.
 
 Who sends what:
 
@@ -15,6 +17,10 @@ Who sends what:
     worker → scheduler     Hello  Result  BatchFailed  Beat  Goodbye
     scheduler → worker     Batch  Ping  Refuse
 
+A row is the answer to one span of tokens: mostly a whole sequence, but a sequence may name several spans of itself
+(the chunks of a document), one row each, or one that leaves tokens out (a prompt). Rows are in the order of the
+sequences, and those of one sequence in the order of its spans.
+
 Times are nanoseconds of CLOCK_MONOTONIC, which every process of one host shares; durations are microseconds.
 `epoch` is drawn anew by every scheduler start. It fences: what carries another epoch belongs to a dead scheduler.
 """
@@ -22,7 +28,8 @@ Times are nanoseconds of CLOCK_MONOTONIC, which every process of one host shares
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from operator import attrgetter
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import msgpack
@@ -31,21 +38,42 @@ import numpy.typing as npt
 
 from common.errors import ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # A header is a few hundred bytes; the largest, Hello, carries prompts. Small enough that a hostile header
 # (16 MB of nested empty lists take seconds to decode) costs nothing.
 MAX_HEADER_BYTES = 64 * 1024
-MAX_FRAMES = 8
+MAX_FRAMES = 9
+
+# The most that a frame may hold: the transport drops the connection of a peer that sends more.
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+# The most rows that one message may ask for: one for each token of a sequence longer than models take today.
+MAX_ROWS = 64 * 1024
 
 Int32Vector: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 1)]
+Int32Matrix: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 2)]
 FlagVector: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 1)]
 ByteMatrix: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 2)]
 
-# How a row is written: little-endian float32; int8; one bit a dimension, the first in the lowest bit of the first byte.
-# In a Batch it is the number, and the smallest number has the widest rows. A Request and ModelFacts have the name.
-FLOAT32, INT8, BINARY = 0, 1, 2
-ENCODINGS = {"float32": FLOAT32, "int8": INT8, "binary": BINARY}
+# How a row is written: little-endian float32; int8; one bit a dimension, the first in the lowest bit of the first byte;
+# or, sparse, an int32 count, that many int32 columns, ascending, and that many float32 values, all little-endian.
+# In a Batch it is the number, and of the dense ones the smallest number has the widest rows. A sparse row is as wide as
+# it needs, so a batch is all sparse or has none. A Request and ModelFacts have the name.
+FLOAT32, INT8, BINARY, SPARSE = 0, 1, 2, 3
+ENCODINGS = {"float32": FLOAT32, "int8": INT8, "binary": BINARY, "sparse": SPARSE}
+
+# Shared, so read-only, as are all arrays that came from bytes.
+NO_NUMBERS: Int32Vector = np.frombuffer(b"", dtype="<i4")
+NO_SPANS: Int32Matrix = NO_NUMBERS.reshape(0, 2)
+
+
+def _no_numbers() -> Int32Vector:
+    return NO_NUMBERS
+
+
+def _no_spans() -> Int32Matrix:
+    return NO_SPANS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +95,17 @@ class ModelFacts:
     pooling: str
     normalize: bool  # whether the checkpoint itself ends with a normalisation
     lower_case: bool
-    tasks: list[str]
+    tasks: list[str]  # of embed, score, sparse and tokens
     encodings: list[str]  # names of ENCODINGS: what it may be asked for
     prompts: dict[str, str]
     default_prompt_name: str | None
+    num_labels: int  # of a score; 0 where it does not score
+    score_activation: str  # identity or sigmoid; empty where it does not score
+    pair_template: str  # pair: the tokenizer's own; a built-in template's name; empty where it takes no pairs
+    instruction: str | None  # what a template says where the client says nothing
+    separator_id: int | None  # the token between the chunks of a document that is embedded as one sequence
+    include_prompt: bool  # whether a prompt's tokens are pooled like any others
+    has_token_types: bool  # whether the second text of a pair is marked as such
 
 
 # --- gateway → scheduler ---
@@ -90,7 +125,7 @@ class Request:
     """Sequences to embed: all of a client's request, or one piece of a long one.
 
     `opens` marks the first piece: admission may refuse only that one, since the pieces that follow belong to a
-    request that was accepted. `dimensions`, `normalize` and `encoding` hold for every sequence.
+    request that was accepted. `dimensions`, `normalize` and `encoding` hold for every row.
     """
 
     request_id: int
@@ -103,9 +138,16 @@ class Request:
     encoding: str  # a name of ENCODINGS
     token_ids: Int32Vector  # [tokens], all sequences one after the other
     lengths: Int32Vector  # [sequences]
+    # [sequences] where the tokens of type 1 begin within each: a pair's second text; its length where there are none.
+    # Empty where no sequence has any.
+    type_starts: Int32Vector = field(default_factory=_no_numbers)
+    # [sequences] rows of each, and [rows, 2] where the tokens of each row start and stop within its sequence. Both
+    # empty where each sequence makes one row over all of its tokens.
+    span_counts: Int32Vector = field(default_factory=_no_numbers)
+    spans: Int32Matrix = field(default_factory=_no_spans)
 
     def __post_init__(self) -> None:
-        _check_lengths(self.lengths, self.token_ids)
+        _check_sequences(self)
         if self.encoding not in ENCODINGS:
             raise ValueError("an encoding that there is not")
 
@@ -135,14 +177,15 @@ class Result:
     """A batch's rows, in the batch's order. Rows named in `nonfinite` hold no answer.
 
     All rows are as wide as the widest that a sequence of the batch needs at the model's full dimensions (`row_bytes` of
-    the smallest number among its encodings). A row begins with what its own encoding needs; the rest means nothing.
+    the smallest number among its encodings), or, sparse, as the widest of them is. A row begins with what its own
+    encoding needs; the rest means nothing.
     """
 
     epoch: int
     batch_id: int
     step_us: int  # from the start of the step to its last byte on the host
     nonfinite: Int32Vector  # [rows that are NaN or infinite]
-    rows: ByteMatrix  # [sequences, row bytes]
+    rows: ByteMatrix  # [rows, row bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,29 +250,41 @@ class Batch:
     lengths: Int32Vector  # [sequences]
     dimensions: Int32Vector  # [sequences] columns that count, before any normalisation
     normalize: FlagVector  # [sequences] 0 or 1; says nothing where the encoding is not FLOAT32
-    encodings: FlagVector  # [sequences] FLOAT32, INT8 or BINARY
+    encodings: FlagVector  # [sequences] numbers of ENCODINGS
+    # As in a Request. Where only some sequences have them, the others' say what their absence would.
+    type_starts: Int32Vector = field(default_factory=_no_numbers)  # [sequences] or empty
+    span_counts: Int32Vector = field(default_factory=_no_numbers)  # [sequences] or empty
+    spans: Int32Matrix = field(default_factory=_no_spans)  # [rows, 2] or empty
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of its result."""
+        return len(self.spans) or len(self.lengths)
 
     def __post_init__(self) -> None:
-        _check_lengths(self.lengths, self.token_ids)
+        _check_sequences(self)
         if not len(self.lengths) == len(self.dimensions) == len(self.normalize) == len(self.encodings):
             raise ValueError("a batch needs dimensions, normalize and an encoding for each of its sequences")
-        if int(self.encodings.max()) > BINARY:
+        largest = int(self.encodings.max())
+        if largest > SPARSE:
             raise ValueError("an encoding that there is not")
+        if largest == SPARSE and int(self.encodings.min()) != SPARSE:
+            raise ValueError("an encoding that is sparse next to one that is not")
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Some rows of a request: those of its sequences first_sequence … first_sequence + len(rows) - 1.
+    """Some rows of a request: first_row … first_row + len(rows) - 1, counted across its sequences.
 
     Rows are as wide as their batch's: what the request's own encoding and dimensions need comes first (its
-    `row_bytes`), and the rest means nothing.
+    `row_bytes`, or, sparse, what the row itself says), and the rest means nothing.
     """
 
     request_id: int
-    first_sequence: int
+    first_row: int
     queue_us: int  # from arrival at the scheduler to dispatch
     step_us: int
-    rows: ByteMatrix  # [sequences, row bytes]
+    rows: ByteMatrix  # [rows, row bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +330,11 @@ def encode(message: Message) -> list[Frame]:
     layout = _LAYOUTS_BY_CLASS[type(message)]
     header: list[object] = [layout.kind]
     header.extend(pack(getattr(message, name)) for name, pack in layout.packers)
-    arrays = [np.ascontiguousarray(getattr(message, name)) for name, _, _ in layout.arrays]
-    for (name, dtype, _), array in zip(layout.arrays, arrays, strict=True):
+    sent = layout.required
+    if layout.defaults is not None and any(map(len, layout.defaults(message))):
+        sent = layout.arrays
+    arrays = [np.ascontiguousarray(getattr(message, name)) for name, _, _ in sent]
+    for (name, dtype, _), array in zip(sent, arrays, strict=True):
         assert array.dtype == dtype, f"{name} is {array.dtype} where {dtype} travels: its peer would read other bytes"
     header.append([array.shape for array in arrays])
     # A zero-size array has no memoryview of bytes (cast refuses it); it still is a frame.
@@ -310,9 +368,10 @@ def decode(frames: Sequence[Frame]) -> Message:
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"{name}.{field_name}: {error}") from None
     shapes = header[-1]
-    if not isinstance(shapes, list) or len(shapes) != len(layout.arrays) or len(frames) != len(shapes) + 1:
-        raise ProtocolError(f"{name} has {len(frames) - 1} buffers, not {len(layout.arrays)}")
-    for (field_name, dtype, ndim), shape, frame in zip(layout.arrays, shapes, frames[1:], strict=True):
+    arrays = layout.required if len(frames) == len(layout.required) + 1 else layout.arrays
+    if not isinstance(shapes, list) or len(shapes) != len(arrays) or len(frames) != len(shapes) + 1:
+        raise ProtocolError(f"{name} has {len(frames) - 1} buffers, not {len(arrays)}")
+    for (field_name, dtype, ndim), shape, frame in zip(arrays, shapes, frames[1:], strict=True):
         values[field_name] = _array(f"{name}.{field_name}", dtype, ndim, shape, frame)
     try:
         return layout.message_class(**values)  # type: ignore[no-any-return]  # built from its own fields
@@ -329,18 +388,72 @@ def cu_seqlens(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 def row_bytes(encoding: int, dimensions: int) -> int:
     """The bytes of one row: `encoding` is FLOAT32, INT8 or BINARY (a number of a Batch, or of ENCODINGS by name)."""
+    assert encoding != SPARSE, "a sparse row has no fixed width"
     if encoding == FLOAT32:
         return 4 * dimensions
     return dimensions if encoding == INT8 else (dimensions + 7) // 8
 
 
-def _check_lengths(lengths: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
+def max_rows(dimensions: int) -> int:
+    """The most rows of one batch, so that its result fits into a frame whatever their (dense) encoding."""
+    return max(1, min(MAX_ROWS, MAX_FRAME_BYTES // row_bytes(FLOAT32, dimensions)))
+
+
+def sparse_bytes(rows: npt.NDArray[np.uint8]) -> int:
+    """The bytes of the widest of some sparse rows, uint8 [rows, bytes], by what they say themselves.
+
+    Raises:
+        ProtocolError: a row counts fewer than none, or more than it has room for.
+    """
+    num_bytes = rows.shape[1]
+    if num_bytes < 4:
+        raise ProtocolError(f"a sparse row of {num_bytes} bytes")
+    counts = rows[:, :4].view("<i4")
+    if int(counts.min(initial=0)) < 0 or (widest := 4 + 8 * int(counts.max(initial=0))) > num_bytes:
+        raise ProtocolError("a sparse row whose count is not that of its values")
+    return widest
+
+
+def read_sparse(row: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Columns and values of one sparse row that `sparse_bytes` has passed: int32 and float32 [count], views of it."""
+    count = int(row[:4].view("<i4")[0])
+    columns, values = np.split(row[4 : 4 + 8 * count], [4 * count])
+    return columns.view("<i4"), values.view("<f4")
+
+
+def _check_sequences(message: Request | Batch) -> None:
+    lengths, token_ids = message.lengths, message.token_ids
     if len(lengths) == 0 or int(lengths.min()) < 1:
         raise ValueError("needs at least one sequence, and every sequence at least one token")
     if int(lengths.sum(dtype=np.int64)) != len(token_ids):
         raise ValueError("lengths do not add up to the number of token ids")
     if int(token_ids.min()) < 0:
         raise ValueError("a token id is negative")
+    if len(message.type_starts):
+        _check_type_starts(lengths, message.type_starts)
+    if len(message.span_counts) or message.spans.shape != (0, 2):
+        _check_spans(lengths, message.span_counts, message.spans)
+
+
+def _check_type_starts(lengths: npt.NDArray[np.int32], type_starts: npt.NDArray[np.int32]) -> None:
+    if len(type_starts) != len(lengths):
+        raise ValueError("type_starts needs a place in each sequence, or nothing")
+    if int(type_starts.min()) < 0 or bool((type_starts > lengths).any()):
+        raise ValueError("tokens of type 1 begin outside their sequence")
+
+
+def _check_spans(
+    lengths: npt.NDArray[np.int32], span_counts: npt.NDArray[np.int32], spans: npt.NDArray[np.int32]
+) -> None:
+    if len(span_counts) != len(lengths) or int(span_counts.min()) < 1:
+        raise ValueError("span_counts needs at least one for each sequence, or nothing")
+    if spans.shape != (int(span_counts.sum(dtype=np.int64)), 2):
+        raise ValueError("span_counts do not add up to the number of spans")
+    if len(spans) > MAX_ROWS:
+        raise ValueError(f"{len(spans)} rows; {MAX_ROWS} are allowed")
+    starts, stops = spans.T
+    if int(starts.min()) < 0 or bool((starts >= stops).any()) or bool((stops > lengths.repeat(span_counts)).any()):
+        raise ValueError("a span has no token, or reaches out of its sequence")
 
 
 def _array(name: str, dtype: np.dtype[Any], ndim: int, shape: object, frame: Frame) -> npt.NDArray[Any]:
@@ -453,11 +566,14 @@ class _Layout:
     parsers: list[tuple[str, Callable[[object], Any]]] = field(default_factory=list)
     packers: list[tuple[str, Callable[[Any], object]]] = field(default_factory=list)
     arrays: list[tuple[str, np.dtype[Any], int]] = field(default_factory=list)
+    required: list[tuple[str, np.dtype[Any], int]] = field(default_factory=list)  # those of `arrays` without a default
+    defaults: Callable[[Any], tuple[npt.NDArray[Any], ...]] | None = None  # a message's others, if it has any
 
 
 def _layout(kind: int, message_class: type) -> _Layout:
-    layout = _Layout(kind, message_class)
     hints = get_type_hints(message_class, include_extras=True)
+    with_default = [item.name for item in fields(message_class) if item.default_factory is not MISSING]
+    layout = _Layout(kind, message_class, defaults=attrgetter(*with_default) if with_default else None)
     for name in (item.name for item in fields(message_class)):
         hint = hints[name]
         if hasattr(hint, "__metadata__"):
@@ -466,6 +582,7 @@ def _layout(kind: int, message_class: type) -> _Layout:
         else:
             layout.parsers.append((name, _PARSERS[hint]))
             layout.packers.append((name, _pack_facts if hint in (ModelFacts, ModelFacts | None) else _as_is))
+    layout.required.extend(array for array in layout.arrays if array[0] not in with_default)
     return layout
 
 

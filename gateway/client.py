@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -22,6 +22,7 @@ import zmq
 
 from common.errors import (
     DeadlineExceeded,
+    InvalidRequest,
     ProtocolError,
     ServiceError,
     ShuttingDown,
@@ -31,6 +32,8 @@ from common.errors import (
 from common.metrics import Metrics
 from common.protocol import (
     ENCODINGS,
+    NO_NUMBERS,
+    NO_SPANS,
     PROTOCOL_VERSION,
     Beat,
     Cancel,
@@ -45,7 +48,9 @@ from common.protocol import (
     Request,
     Welcome,
     cu_seqlens,
+    max_rows,
     row_bytes,
+    sparse_bytes,
 )
 from common.transport import Dealer, address, now_ns
 
@@ -64,19 +69,22 @@ _REJOIN_NS = 700_000_000
 _SILENT_NS = 2_000_000_000
 
 
-# One of: float32 [sequences, dimensions], int8 [sequences, dimensions], uint8 [sequences, ceil(dimensions / 8)] (of
-# binary: one bit a dimension, the first in the lowest bit of the first byte). The dtype tells which.
+# One of: float32 [rows, dimensions], int8 [rows, dimensions], uint8 [rows, ceil(dimensions / 8)] (of binary: one bit a
+# dimension, the first in the lowest bit of the first byte), uint8 [rows, bytes] (of sparse: `read_sparse` takes a row).
 Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.uint8]
 
+# A sparse row without any values: its count.
+_EMPTY_SPARSE_BYTES = 4
+
 # What the bytes of a row are.
-_DTYPES = {"float32": "<f4", "int8": "|i1", "binary": "|u1"}
+_DTYPES = {"float32": "<f4", "int8": "|i1", "binary": "|u1", "sparse": "|u1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
     """A request's vectors, and where its time went."""
 
-    rows: Rows
+    rows: Rows  # a row a sequence, or a row a span of each, in order
     queue_us: int  # the longest wait of any of its sequences
     step_us: int  # the steps that ran it, added up
 
@@ -96,7 +104,7 @@ class Options:
     fingerprint: str  # of the model that its text was tokenized for
     dimensions: int
     normalize: bool  # of float32 rows
-    encoding: str  # float32, int8 or binary
+    encoding: str  # float32, int8, binary or sparse
     lane: str
     deadline_ns: int
 
@@ -109,10 +117,14 @@ class OpenRequest:
     options: Options
     token_ids: npt.NDArray[np.int32]  # [tokens]
     lengths: npt.NDArray[np.int32]  # [sequences]
-    offsets: npt.NDArray[np.int32]  # [sequences + 1]
-    rows: npt.NDArray[np.uint8]  # [sequences, row bytes], filled as replies come
-    answered: npt.NDArray[np.bool_]  # [sequences] since two schedulers may answer the same one
-    unanswered: int  # sequences
+    offsets: npt.NDArray[np.int32]  # [sequences + 1] of tokens
+    type_starts: npt.NDArray[np.int32]  # [sequences] or empty, as in a Request
+    span_counts: npt.NDArray[np.int32]  # [sequences] or empty
+    spans: npt.NDArray[np.int32]  # [rows, 2] or empty
+    row_offsets: npt.NDArray[np.int32] | None  # [sequences + 1]; None: a row a sequence
+    rows: npt.NDArray[np.uint8]  # [rows, row bytes], filled as replies come; sparse ones widen it
+    answered: npt.NDArray[np.bool_]  # [rows] since two schedulers may answer the same one
+    unanswered: int  # rows
     next_sequence: int = 0  # where the next piece begins
     waiting_tokens: int = 0  # of its pieces at the scheduler
     pieces: set[int] = field(default_factory=set)  # their ids
@@ -120,19 +132,62 @@ class OpenRequest:
     step_us: int = 0
 
     @classmethod
-    def of(cls, sequences: list[npt.NDArray[np.int32]], options: Options) -> OpenRequest:
-        """A request for these sequences of token ids, on the running event loop."""
+    def of(
+        cls,
+        sequences: list[npt.NDArray[np.int32]],
+        options: Options,
+        *,
+        type_starts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+        spans: Sequence[npt.NDArray[np.int32]] | None = None,
+    ) -> OpenRequest:
+        """A request for these sequences of token ids, on the running event loop; see `SchedulerClient.submit`."""
         lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
+        span_counts, all_spans, num_rows = NO_NUMBERS, NO_SPANS, len(sequences)
+        if spans is not None:
+            span_counts = np.fromiter(map(len, spans), dtype=np.int32, count=len(spans))
+            all_spans = np.concatenate(spans, dtype=np.int32)
+            num_rows = len(all_spans)
+        sparse = options.encoding == "sparse"
+        num_bytes = _EMPTY_SPARSE_BYTES if sparse else row_bytes(ENCODINGS[options.encoding], options.dimensions)
         return cls(
             future=asyncio.get_running_loop().create_future(),
             options=options,
             token_ids=sequences[0] if len(sequences) == 1 else np.concatenate(sequences),
             lengths=lengths,
             offsets=cu_seqlens(lengths),
-            rows=np.empty((len(sequences), row_bytes(ENCODINGS[options.encoding], options.dimensions)), dtype=np.uint8),
-            answered=np.zeros(len(sequences), dtype=np.bool_),
-            unanswered=len(sequences),
+            type_starts=NO_NUMBERS if type_starts is None else np.asarray(type_starts, dtype=np.int32),
+            span_counts=span_counts,
+            spans=all_spans,
+            row_offsets=None if spans is None else cu_seqlens(span_counts),
+            rows=np.empty((num_rows, num_bytes), dtype=np.uint8),
+            answered=np.zeros(num_rows, dtype=np.bool_),
+            unanswered=num_rows,
         )
+
+    def first_row(self, sequence: int) -> int:
+        """The first row of a sequence."""
+        return sequence if self.row_offsets is None else int(self.row_offsets[sequence])
+
+    def fill(self, first: int, rows: npt.NDArray[np.uint8]) -> int:
+        """Take the rows from `first` on, each at least as wide as this request needs; how many of them are new.
+
+        Raises:
+            ProtocolError: they are not; nothing has changed.
+        """
+        last = first + len(rows)
+        num_bytes = self.rows.shape[1]
+        if self.options.encoding == "sparse":
+            widest = sparse_bytes(rows)
+            if widest > num_bytes:
+                self.rows = np.pad(self.rows, ((0, 0), (0, widest - num_bytes)))
+            num_bytes = widest
+        elif rows.shape[1] < num_bytes:
+            raise ProtocolError(f"rows of {rows.shape[1]} bytes where a request needs {num_bytes}")
+        new = len(rows) - int(np.count_nonzero(self.answered[first:last]))
+        self.rows[first:last, :num_bytes] = rows[:, :num_bytes]
+        self.answered[first:last] = True
+        self.unanswered -= new
+        return new
 
     def fail(self, error: ServiceError) -> None:
         """Answer it with its failure, unless it has been answered."""
@@ -147,7 +202,7 @@ class _Piece:
     request: OpenRequest
     start: int
     stop: int
-    unanswered: int
+    unanswered: int  # rows
     sent: bool = False
 
     @property
@@ -199,9 +254,12 @@ class Ledger:
 
         Raises:
             Unavailable: the scheduler does not answer, or no worker has ever been ready.
+            InvalidRequest: one sequence has more spans than any result holds; `param` names it.
         """
         if self.refused is not None or self.facts is None or self.silent(now_ns):
             raise Unavailable(self.readiness(now_ns).reason + " Try again.", retry_after_s=1)
+        if request.row_offsets is not None:
+            _check_span_counts(request.span_counts, max_rows(self.facts.dimensions))
         self._feed(request)
 
     def close(self, request: OpenRequest) -> None:
@@ -272,11 +330,14 @@ class Ledger:
     def _feed(self, request: OpenRequest) -> None:
         """Send pieces of a request until the window is full: at least one, at most all."""
         assert self._welcome is not None, "facts come in a Welcome"
+        assert self.facts is not None, "open() comes first"
         num_sequences = len(request.lengths)
         while request.next_sequence < num_sequences and not request.future.done():
             start = request.next_sequence
             stop = _piece_end(request.offsets, start, self._welcome.piece_tokens)
-            piece = _Piece(request, start, stop, stop - start)
+            if request.row_offsets is not None:
+                stop = min(stop, _piece_end(request.row_offsets, start, max_rows(self.facts.dimensions)))
+            piece = _Piece(request, start, stop, request.first_row(stop) - request.first_row(start))
             if request.pieces and request.waiting_tokens + piece.num_tokens > self._welcome.window_tokens:
                 return
             request_id = next(self._request_ids)
@@ -301,6 +362,9 @@ class Ledger:
                 encoding=options.encoding,
                 token_ids=request.token_ids[first:last],
                 lengths=request.lengths[piece.start : piece.stop],
+                type_starts=request.type_starts[piece.start : piece.stop],
+                span_counts=request.span_counts[piece.start : piece.stop],
+                spans=request.spans[request.first_row(piece.start) : request.first_row(piece.stop)],
             )
         )
 
@@ -310,18 +374,12 @@ class Ledger:
             self._metrics.late_replies.inc()
             return
         request = piece.request
-        first = piece.start + reply.first_sequence
-        last = first + len(reply.rows)
-        num_bytes = request.rows.shape[1]
-        if last > piece.stop or reply.rows.shape[1] < num_bytes:
+        first = request.first_row(piece.start) + reply.first_row
+        if first + len(reply.rows) > request.first_row(piece.stop):
             raise ProtocolError(f"a reply of {reply.rows.shape} does not fit its request")
-        new = len(reply.rows) - int(np.count_nonzero(request.answered[first:last]))
-        request.rows[first:last] = reply.rows[:, :num_bytes]
-        request.answered[first:last] = True
+        piece.unanswered -= request.fill(first, reply.rows)
         request.queue_us = max(request.queue_us, reply.queue_us)
         request.step_us += reply.step_us
-        request.unanswered -= new
-        piece.unanswered -= new
         if piece.unanswered == 0:
             del self._pieces[reply.request_id]
             request.pieces.remove(reply.request_id)
@@ -347,10 +405,19 @@ class Ledger:
         self.close(piece.request)
 
 
-def _piece_end(offsets: npt.NDArray[np.int32], start: int, piece_tokens: int) -> int:
-    """Where a piece that begins at `start` ends: as many sequences as have `piece_tokens` tokens, at least one."""
-    fitting_end = int(np.searchsorted(offsets, int(offsets[start]) + piece_tokens, side="right")) - 1
+def _piece_end(offsets: npt.NDArray[np.int32], start: int, most: int) -> int:
+    """Where a piece that begins at `start` ends: as many sequences as have `most` tokens (or rows), at least one."""
+    fitting_end = int(np.searchsorted(offsets, int(offsets[start]) + most, side="right")) - 1
     return max(fitting_end, start + 1)
+
+
+def _check_span_counts(span_counts: npt.NDArray[np.int32], most: int) -> None:
+    if int(span_counts.max()) > most:
+        sequence = int(np.argmax(span_counts > most))
+        raise InvalidRequest(
+            f"This input has {span_counts[sequence]} parts to embed; at most {most} are possible. Split it.",
+            param=f"input[{sequence}]",
+        )
 
 
 class SchedulerClient:
@@ -397,24 +464,37 @@ class SchedulerClient:
         self._dealer.close(linger_ms=100)
         self._context.term()
 
-    async def submit(self, sequences: list[npt.NDArray[np.int32]], options: Options) -> Embedded:
+    async def submit(
+        self,
+        sequences: list[npt.NDArray[np.int32]],
+        options: Options,
+        *,
+        type_starts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+        spans: Sequence[npt.NDArray[np.int32]] | None = None,
+    ) -> Embedded:
         """The vectors of sequences of token ids, in their order, as `options` asks for them.
 
         When the caller's task is cancelled, so is the work.
 
+        Args:
+            type_starts: where the tokens of type 1 begin within each sequence, its length where it has none.
+            spans: of each sequence, int32 [rows, 2], at least one row: where each span that is pooled starts and stops
+                within it. Without them, each sequence makes one row over all of its tokens.
+
         Raises:
             Overloaded, Unavailable, DeadlineExceeded, NonfiniteOutput, InternalError: see errors.py; `param` names the
                 sequence at fault where there is one.
+            InvalidRequest: one sequence has more spans than any result holds.
         """
         assert self._loop is not None, "start() comes first"
-        request = OpenRequest.of(sequences, options)
+        request = OpenRequest.of(sequences, options, type_starts=type_starts, spans=spans)
         if self._ledger.silent(now_ns()):
             self._receive()  # perhaps it was we who stood still
-        self._ledger.open(request, now_ns())
-        self._loop.call_soon(self._receive)  # see _receive
         late = DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less.")
         timer = self._loop.call_later(max(0, options.deadline_ns - now_ns()) / 1e9, request.fail, late)
         try:
+            self._ledger.open(request, now_ns())
+            self._loop.call_soon(self._receive)  # see _receive
             return await request.future
         finally:
             timer.cancel()

@@ -37,9 +37,10 @@ from common.protocol import (
     Request,
     Result,
     Welcome,
+    max_rows,
 )
 from scheduler.admission import RECOVERY_NS, Admission, ServiceRate, no_capacity
-from scheduler.batching import MAX_LOSSES, BatchQueue, Pending, Span
+from scheduler.batching import MAX_LOSSES, BatchQueue, Part, Pending
 from scheduler.fleet import BadResult, Fleet, InFlight, Worker, check_result, with_loss
 
 logger = logging.getLogger(__name__)
@@ -268,7 +269,7 @@ class Scheduler:
 
     def _lose(self, worker: Worker, reason: str, now_ns: int) -> None:
         batches = self._fleet.leave(worker.peer)
-        spans = [span for batch in batches for span in batch.spans]
+        parts = [part for batch in batches for part in batch.parts]
         if reason != "goodbye":
             self._metrics.worker_losses.labels(reason).inc()
             logger.warning(
@@ -276,17 +277,17 @@ class Scheduler:
                 worker.name,
                 worker.pid,
                 reason,
-                sum(span.num_sequences for span in spans),
+                sum(part.num_sequences for part in parts),
             )
             # Only what it was running can have to do with its end.
             blameless = reason in {"desynchronized", "reconnected"}
-            running = batches[0].spans if batches and not blameless else []
-            spans = [with_loss(span) if any(span is other for other in running) else span for span in spans]
+            running = batches[0].parts if batches and not blameless else []
+            parts = [with_loss(part) if any(part is other for other in running) else part for part in parts]
         error = RetriesExhausted(
             f"This input was running on {MAX_LOSSES} workers when each of them died.", retry_after_s=5
         )
-        for span in spans:
-            self._retry(span, error)
+        for part in parts:
+            self._retry(part, error)
         self._announce(now_ns)
 
     def _lose_gateway(self, gateway: _Gateway, reason: str) -> None:
@@ -321,7 +322,7 @@ class Scheduler:
             if error is not None:
                 self._settle(pending, error)
                 return
-        self._queue.push(Span(pending, 0, len(request.lengths)))
+        self._queue.push(Part(pending, 0, len(request.lengths)))
 
     def _on_cancel(self, gateway: _Gateway, cancel: Cancel) -> None:
         pending = gateway.requests.pop(cancel.request_id, None)
@@ -347,9 +348,9 @@ class Scheduler:
         self._metrics.batches.labels("done").inc()
         nonfinite = set(result.nonfinite.tolist())
         row = 0
-        for span in batch.spans:
-            self._reply(span, row, batch, result, nonfinite)
-            row += span.num_sequences
+        for part in batch.parts:
+            self._reply(part, row, batch, result, nonfinite)
+            row += part.num_rows
 
     def _on_batch_failed(self, worker: Worker, failed: BatchFailed, now_ns: int) -> None:
         batch = self._released(worker, failed.epoch, failed.batch_id, now_ns)
@@ -359,8 +360,8 @@ class Scheduler:
         self._last_progress_ns = now_ns
         self._metrics.batches.labels("failed").inc()
         # Not this worker's death, yet the same question: which of these sequences did it? So the same ladder.
-        for span in batch.spans:
-            self._retry(with_loss(span), InternalError("The model failed on this input."))
+        for part in batch.parts:
+            self._retry(with_loss(part), InternalError("The model failed on this input."))
 
     def _released(self, worker: Worker, epoch: int, batch_id: int, now_ns: int) -> InFlight | None:
         batch = self._fleet.release(worker, batch_id, now_ns) if epoch == self.epoch else None
@@ -368,40 +369,42 @@ class Scheduler:
             self._metrics.stale_messages.inc()
         return batch
 
-    def _reply(self, span: Span, first_row: int, batch: InFlight, result: Result, nonfinite: set[int]) -> None:
-        pending = span.pending
+    def _reply(self, part: Part, row: int, batch: InFlight, result: Result, nonfinite: set[int]) -> None:
+        """Send a part's rows, which begin at `row` of the result."""
+        pending = part.pending
         if pending.settled:
             return
-        for row in range(first_row, first_row + span.num_sequences) if nonfinite else ():
-            if row in nonfinite:
-                error = NonfiniteOutput("The model's output for this input is not finite.")
-                self._settle(pending, error, span.start + row - first_row)
-                return
+        first_row = pending.first_row(part.start)
+        num_rows = part.num_rows
+        if nonfinite and (bad := nonfinite.intersection(range(row, row + num_rows))):
+            error = NonfiniteOutput("The model's output for this input is not finite.")
+            self._settle(pending, error, pending.sequence_of(first_row + min(bad) - row))
+            return
         self._actions.append(
             ToGateway(
                 pending.gateway,
                 Reply(
                     request_id=pending.request.request_id,
-                    first_sequence=span.start,
+                    first_row=first_row,
                     queue_us=max(0, batch.sent_ns - pending.arrived_ns) // 1000,
                     step_us=result.step_us,
-                    rows=result.rows[first_row : first_row + span.num_sequences],
+                    rows=result.rows[row : row + num_rows],
                 ),
             )
         )
-        pending.unanswered -= span.num_sequences
+        pending.unanswered -= part.num_sequences
         if pending.unanswered == 0:
             pending.settled = True
             self._forget(pending)
 
-    def _retry(self, span: Span, error: ServiceError) -> None:
-        if span.pending.settled:
+    def _retry(self, part: Part, error: ServiceError) -> None:
+        if part.pending.settled:
             return
-        if span.losses >= MAX_LOSSES:
-            self._settle(span.pending, error, span.start)
+        if part.losses >= MAX_LOSSES:
+            self._settle(part.pending, error, part.start)
             return
-        self._metrics.retried_sequences.inc(span.num_sequences)
-        self._queue.push(span)
+        self._metrics.retried_sequences.inc(part.num_sequences)
+        self._queue.push(part)
 
     def _settle(self, pending: Pending, error: ServiceError, sequence: int | None = None) -> None:
         """Answer a request with its failure."""
@@ -425,15 +428,16 @@ class Scheduler:
         for pending in self._queue.expired(now_ns):
             self._settle(pending, DeadlineExceeded("The deadline passed while the request waited for a worker."))
         while (worker := self._fleet.free_worker(now_ns)) is not None:
-            spans = self._queue.next_batch(worker.facts.max_batch_tokens)
-            if not spans:
+            facts = worker.facts
+            parts = self._queue.next_batch(facts.max_batch_tokens, max_rows(facts.dimensions))
+            if not parts:
                 return
-            num_tokens = sum(span.num_tokens for span in spans)
-            batch = self._fleet.assign(worker, spans, self._rate.predict_ms(num_tokens), now_ns)
+            num_tokens = sum(part.num_tokens for part in parts)
+            batch = self._fleet.assign(worker, parts, self._rate.predict_ms(num_tokens), now_ns)
             self._actions.append(ToWorker(worker.peer, batch))
             self._metrics.batch_tokens.observe(num_tokens)
-            for span in spans:
-                self._metrics.queue_seconds.observe((now_ns - span.pending.arrived_ns) / 1e9)
+            for part in parts:
+                self._metrics.queue_seconds.observe((now_ns - part.pending.arrived_ns) / 1e9)
 
     def _take_actions(self, now_ns: int) -> list[Action]:
         self._fill_slots(now_ns)

@@ -10,9 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from common.protocol import ENCODINGS, Batch, Beat, ModelFacts, Result, row_bytes
-from scheduler.batching import Span
+from common.errors import ProtocolError
+from common.protocol import (
+    ENCODINGS,
+    NO_NUMBERS,
+    NO_SPANS,
+    Batch,
+    Beat,
+    ModelFacts,
+    Result,
+    row_bytes,
+    sparse_bytes,
+)
+from scheduler.batching import Part
 
 _CREDITS = 2
 SUSPECT_NS = 1_000_000_000  # silent for so long: no new work
@@ -30,9 +42,10 @@ class InFlight:
     """A batch at a worker: whose sequences its rows are, in order."""
 
     batch_id: int
-    spans: list[Span]
+    parts: list[Part]
     num_tokens: int
-    row_bytes: int  # of each of its rows: as many as the widest needs
+    num_rows: int
+    row_bytes: int | None  # of each of its rows: as many as the widest needs; None: sparse, which nobody knows before
     sent_ns: int
     predicted_ns: int
 
@@ -92,34 +105,39 @@ class Fleet:
         ]
         return min(free, key=lambda worker: (len(worker.in_flight), worker.num_tokens), default=None)
 
-    def assign(self, worker: Worker, spans: list[Span], predicted_ms: float | None, now_ns: int) -> Batch:
-        """Pack spans into a batch and note that this worker holds it."""
+    def assign(self, worker: Worker, parts: list[Part], predicted_ms: float | None, now_ns: int) -> Batch:
+        """Pack parts into a batch and note that this worker holds it."""
         batch_id = self._next_batch_id
         self._next_batch_id += 1
-        requests = [span.pending.request for span in spans]
-        counts = [span.num_sequences for span in spans]
+        requests = [part.pending.request for part in parts]
+        counts = [part.num_sequences for part in parts]
         encodings = [ENCODINGS[request.encoding] for request in requests]
+        span_counts, spans = _spans(parts)
         token_ids = [
-            request.token_ids[span.pending.offsets[span.start] : span.pending.offsets[span.stop]]
-            for span, request in zip(spans, requests, strict=True)
+            request.token_ids[part.pending.offsets[part.start] : part.pending.offsets[part.stop]]
+            for part, request in zip(parts, requests, strict=True)
         ]
         batch = Batch(
             epoch=self._epoch,
             batch_id=batch_id,
             token_ids=np.concatenate(token_ids),
-            lengths=np.concatenate([r.lengths[s.start : s.stop] for s, r in zip(spans, requests, strict=True)]),
+            lengths=np.concatenate([r.lengths[p.start : p.stop] for p, r in zip(parts, requests, strict=True)]),
             dimensions=np.repeat(np.array([r.dimensions for r in requests], dtype=np.int32), counts),
             normalize=np.repeat(np.array([r.normalize for r in requests], dtype=np.uint8), counts),
             encodings=np.repeat(np.array(encodings, dtype=np.uint8), counts),
+            type_starts=_type_starts(parts),
+            span_counts=span_counts,
+            spans=spans,
         )
         if not worker.in_flight:
             worker.running_since_ns = now_ns
         worker.short_beats = 0
         worker.in_flight[batch_id] = InFlight(
             batch_id=batch_id,
-            spans=spans,
+            parts=parts,
             num_tokens=len(batch.token_ids),
-            row_bytes=row_bytes(min(encodings), worker.facts.dimensions),
+            num_rows=batch.num_rows,
+            row_bytes=None if parts[0].pending.sparse else row_bytes(min(encodings), worker.facts.dimensions),
             sent_ns=now_ns,
             predicted_ns=int((predicted_ms or 0) * 1e6),
         )
@@ -161,14 +179,50 @@ class Fleet:
             worker.running_since_ns = min(worker.running_since_ns + lag_ns, now_ns)
 
 
-def with_loss(span: Span) -> Span:
-    return Span(span.pending, span.start, span.stop, span.losses + 1)
+def with_loss(part: Part) -> Part:
+    return Part(part.pending, part.start, part.stop, part.losses + 1)
 
 
 def check_result(batch: InFlight, result: Result) -> None:
-    """Raises BadResult unless the result has one row of the batch's width for each sequence of the batch."""
-    expected = (sum(span.num_sequences for span in batch.spans), batch.row_bytes)
-    if result.rows.shape != expected:
-        raise BadResult(f"rows {result.rows.shape} where the batch needs {expected}")
-    if len(result.nonfinite) and not 0 <= int(result.nonfinite.min()) <= int(result.nonfinite.max()) < expected[0]:
+    """Raises BadResult unless the result has as many rows as the batch asks for, as wide as they must be."""
+    num_rows, num_bytes = result.rows.shape
+    if num_rows != batch.num_rows or (batch.row_bytes is not None and num_bytes != batch.row_bytes):
+        raise BadResult(f"rows {result.rows.shape} where the batch needs {batch.num_rows, batch.row_bytes}")
+    if len(result.nonfinite) and not 0 <= int(result.nonfinite.min()) <= int(result.nonfinite.max()) < num_rows:
         raise BadResult("a row that the batch does not have is named as not finite")
+    if batch.row_bytes is None:
+        # What is not finite holds no answer, so it may say anything.
+        answers = np.delete(result.rows, result.nonfinite, axis=0) if len(result.nonfinite) else result.rows
+        try:
+            sparse_bytes(answers)
+        except ProtocolError as error:
+            raise BadResult(str(error)) from None
+
+
+def _type_starts(parts: list[Part]) -> npt.NDArray[np.int32]:
+    """A batch's `type_starts`: empty where no request has any, else of every sequence."""
+    if not any(len(part.pending.request.type_starts) for part in parts):
+        return NO_NUMBERS
+    type_starts = []
+    for part in parts:
+        request = part.pending.request
+        known = request.type_starts if len(request.type_starts) else request.lengths
+        type_starts.append(known[part.start : part.stop])
+    return np.concatenate(type_starts)
+
+
+def _spans(parts: list[Part]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """A batch's `span_counts` and `spans`: empty where no request has any, else of every sequence."""
+    if all(part.pending.row_offsets is None for part in parts):
+        return NO_NUMBERS, NO_SPANS
+    counts, spans = [], []
+    for part in parts:
+        pending, request = part.pending, part.pending.request
+        if pending.row_offsets is None:
+            lengths = request.lengths[part.start : part.stop]
+            counts.append(np.ones_like(lengths))
+            spans.append(np.stack([np.zeros_like(lengths), lengths], axis=1))
+        else:
+            counts.append(request.span_counts[part.start : part.stop])
+            spans.append(request.spans[pending.first_row(part.start) : pending.first_row(part.stop)])
+    return np.concatenate(counts), np.concatenate(spans)

@@ -1,8 +1,9 @@
 """Peers for tests: real sockets and the real protocol around a model that is a hash.
 
-The oracle's vector depends on every token id of a sequence and on nothing else, so a mixed-up, stale or half answer is
-visible in every bit. Its int8 and binary rows come from hashes of their own, and what a row has beyond its own bytes is
-noise, so that an answer in another encoding, or one that reads too far, is wrong as well.
+The oracle's vector depends on every token id of a sequence, on where its tokens of type 1 begin, on the span that is
+asked for, and on nothing else, so a mixed-up, stale or half answer is visible in every bit. Its int8, binary and sparse
+rows come from hashes of their own, and what a row has beyond its own bytes is noise, so that an answer in another
+encoding, or one that reads too far, is wrong as well.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from common.metrics import Metrics
 from common.protocol import (
     ENCODINGS,
     PROTOCOL_VERSION,
+    SPARSE,
     Batch,
     Beat,
     Hello,
@@ -62,34 +64,76 @@ FACTS = ModelFacts(
     encodings=["float32"],
     prompts={},
     default_prompt_name=None,
+    num_labels=0,
+    score_activation="",
+    pair_template="",
+    instruction=None,
+    separator_id=None,
+    include_prompt=True,
+    has_token_types=False,
 )
-QUANTISING_FACTS = dataclasses.replace(FACTS, encodings=list(ENCODINGS))
+QUANTISING_FACTS = dataclasses.replace(FACTS, encodings=["float32", "int8", "binary"])
 
 
 def oracle_vector(token_ids: TokenIds, dimensions: int = DIMENSIONS) -> npt.NDArray[np.float32]:
     """The one right answer for a sequence: float32 [dimensions], from a hash of its ids."""
-    return np.frombuffer(_digest(token_ids, b"", 2 * DIMENSIONS), dtype="<u2").astype(np.float32)[:dimensions]
+    vector = oracle_row(token_ids, "float32", dimensions)
+    assert vector.dtype == np.float32
+    return vector  # type: ignore[return-value]  # of this encoding
 
 
 def oracle_row(
-    token_ids: TokenIds, encoding: str, dimensions: int = DIMENSIONS
+    token_ids: TokenIds,
+    encoding: str,
+    dimensions: int = DIMENSIONS,
+    *,
+    type_start: int | None = None,
+    span: tuple[int, int] | None = None,
 ) -> npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.uint8]:
-    """The one right answer for a sequence: `oracle_vector`, int8 [dimensions] or uint8 [dimensions / 8]."""
+    """The one right answer for a span of a sequence, by default for all of it.
+
+    float32 or int8 [dimensions], uint8 [dimensions / 8] of binary, uint8 [bytes] of sparse: up to four values.
+    """
+    length = len(token_ids)
+    salt = b"" if encoding == "float32" else encoding.encode()
+    if type_start not in (None, length):
+        salt += b" types %d" % type_start
+    if span not in (None, (0, length)):
+        salt += b" span %d %d" % span
     if encoding == "float32":
-        return oracle_vector(token_ids, dimensions)
+        return np.frombuffer(_digest(token_ids, salt, 2 * DIMENSIONS), dtype="<u2").astype(np.float32)[:dimensions]
     if encoding == "int8":
-        return np.frombuffer(_digest(token_ids, b"int8", DIMENSIONS), dtype=np.int8)[:dimensions]
+        return np.frombuffer(_digest(token_ids, salt, DIMENSIONS), dtype=np.int8)[:dimensions]
+    if encoding == "sparse":
+        count, *numbers = np.frombuffer(_digest(token_ids, salt, 10), dtype="<u2").tolist()
+        count %= 5
+        columns = np.cumsum(numbers[:count], dtype="<i4")
+        parts = (np.array([count], dtype="<i4"), columns, np.array(numbers[:count], dtype="<f4"))
+        return np.frombuffer(b"".join(part.tobytes() for part in parts), dtype=np.uint8)
     assert encoding == "binary"
     assert dimensions % 8 == 0
-    return np.frombuffer(_digest(token_ids, b"binary", DIMENSIONS // 8), dtype=np.uint8)[: dimensions // 8]
+    return np.frombuffer(_digest(token_ids, salt, DIMENSIONS // 8), dtype=np.uint8)[: dimensions // 8]
 
 
 def oracle_rows(batch: Batch) -> npt.NDArray[np.uint8]:
-    """The right answer for each sequence of a batch: uint8 [sequences, row bytes], as a worker sends it."""
+    """The right answer for each row of a batch: uint8 [rows, row bytes], as a worker sends it."""
     names = list(ENCODINGS)
-    rows = np.full((len(batch.lengths), row_bytes(int(batch.encodings.min()), DIMENSIONS)), 0xA5, dtype=np.uint8)
-    for row, encoding, (start, stop) in zip(rows, batch.encodings, pairwise(cu_seqlens(batch.lengths)), strict=True):
-        answer = oracle_row(batch.token_ids[start:stop], names[encoding]).view(np.uint8)
+    type_starts = batch.type_starts if len(batch.type_starts) else batch.lengths
+    counts = batch.span_counts if len(batch.span_counts) else np.ones_like(batch.lengths)
+    spans = iter(batch.spans.tolist() if len(batch.spans) else [(0, length) for length in batch.lengths.tolist()])
+    answers = [
+        oracle_row(
+            batch.token_ids[start:stop], names[encoding], type_start=int(type_start), span=tuple(next(spans))
+        ).view(np.uint8)
+        for encoding, (start, stop), type_start, count in zip(
+            batch.encodings, pairwise(cu_seqlens(batch.lengths)), type_starts, counts, strict=True
+        )
+        for _ in range(count)
+    ]
+    smallest = int(batch.encodings.min())
+    num_bytes = max(map(len, answers)) if smallest == SPARSE else row_bytes(smallest, DIMENSIONS)
+    rows = np.full((len(answers), num_bytes), 0xA5, dtype=np.uint8)
+    for row, answer in zip(rows, answers, strict=True):
         row[: len(answer)] = answer
     return rows
 

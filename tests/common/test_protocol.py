@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import protocol
+from common import protocol, transport
 from common.errors import ProtocolError
 from common.protocol import (
     BINARY,
     ENCODINGS,
     FLOAT32,
     INT8,
+    MAX_ROWS,
     PROTOCOL_VERSION,
+    SPARSE,
     Batch,
     BatchFailed,
     Beat,
@@ -36,7 +38,10 @@ from common.protocol import (
     Welcome,
     decode,
     encode,
+    max_rows,
+    read_sparse,
     row_bytes,
+    sparse_bytes,
 )
 from tests.fakes import FACTS
 
@@ -49,9 +54,21 @@ def uint8(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.uint8)
 
 
+# Three rows: two spans of the first sequence, one of the second, which also has tokens of type 1.
+TYPES_AND_SPANS = {
+    "type_starts": int32(3, 1),
+    "span_counts": int32(2, 1),
+    "spans": int32(0, 2, 2, 3, 1, 4).reshape(3, 2),
+}
+REQUEST = Request(1, "f1", 2**62, "online", True, 384, False, "int8", np.arange(7, dtype=np.int32), int32(3, 4))
+BATCH = Batch(9, 4, np.arange(7, dtype=np.int32), int32(3, 4), int32(384, 64), uint8(1, 0), uint8(0, 2))
+
 MESSAGES: list[Message] = [
     Join(PROTOCOL_VERSION, "gateway-0", 12),
     Request(1, "f1", 2**62, "online", True, 384, False, "int8", int32(5, 6, 7), int32(1, 2)),
+    dataclasses.replace(REQUEST, type_starts=TYPES_AND_SPANS["type_starts"]),
+    dataclasses.replace(REQUEST, span_counts=TYPES_AND_SPANS["span_counts"], spans=TYPES_AND_SPANS["spans"]),
+    dataclasses.replace(REQUEST, encoding="sparse", **TYPES_AND_SPANS),
     Cancel(3),
     Hello(PROTOCOL_VERSION, "worker-0", 12, FACTS),
     Hello(
@@ -59,6 +76,22 @@ MESSAGES: list[Message] = [
         "worker-0",
         12,
         dataclasses.replace(FACTS, prompts={"query": "frage: "}, default_prompt_name="query"),
+    ),
+    Hello(
+        PROTOCOL_VERSION,
+        "worker-0",
+        12,
+        dataclasses.replace(
+            FACTS,
+            tasks=["score"],
+            num_labels=1,
+            score_activation="sigmoid",
+            pair_template="qwen3-reranker",
+            instruction="Find it.",
+            separator_id=4,
+            include_prompt=False,
+            has_token_types=True,
+        ),
     ),
     Result(9, 4, 1234, int32(1), np.arange(6, dtype=np.uint8).reshape(2, 3)),
     Result(9, 4, 1234, int32(), np.zeros((0, 384), dtype=np.uint8)),
@@ -68,7 +101,10 @@ MESSAGES: list[Message] = [
     Welcome(PROTOCOL_VERSION, 9, True, None, 1024, 4096),
     Welcome(PROTOCOL_VERSION, 9, False, FACTS, 1024, 4096),
     Ping(9, 1, 2, True),
-    Batch(9, 4, int32(5, 6, 7), int32(1, 2), int32(384, 64), uint8(1, 0), uint8(0, 2)),
+    BATCH,
+    dataclasses.replace(BATCH, type_starts=TYPES_AND_SPANS["type_starts"]),
+    dataclasses.replace(BATCH, span_counts=TYPES_AND_SPANS["span_counts"], spans=TYPES_AND_SPANS["spans"]),
+    dataclasses.replace(BATCH, encodings=uint8(SPARSE, SPARSE), **TYPES_AND_SPANS),
     Reply(1, 0, 10, 20, np.ones((1, 3), dtype=np.uint8)),
     Failure(1, "overloaded", "full", None, 2500),
     Failure(1, "nonfinite_output", "NaN", 3, None),
@@ -97,6 +133,21 @@ def test_every_message_class_is_tried_here() -> None:
     assert {type(message) for message in MESSAGES} == set(protocol._LAYOUTS_BY_CLASS)
 
 
+@pytest.mark.parametrize(("message", "num_frames"), [(REQUEST, 3), (BATCH, 6)], ids=["Request", "Batch"])
+def test_what_a_plain_text_does_not_need_does_not_travel(message: Request | Batch, num_frames: int) -> None:
+    assert len(encode(message)) == num_frames
+    assert len(encode(dataclasses.replace(message, **TYPES_AND_SPANS))) == num_frames + 3
+    back = decode([bytes(frame) for frame in encode(message)])
+    assert isinstance(back, Request | Batch)
+    assert (back.type_starts.shape, back.span_counts.shape, back.spans.shape) == ((0,), (0,), (0, 2))
+
+
+def test_a_batch_has_a_row_a_sequence_or_a_row_a_span() -> None:
+    assert BATCH.num_rows == 2
+    assert dataclasses.replace(BATCH, type_starts=int32(3, 1)).num_rows == 2
+    assert dataclasses.replace(BATCH, **TYPES_AND_SPANS).num_rows == 3
+
+
 def test_arrays_travel_little_endian_whatever_they_were() -> None:
     message = Batch(1, 1, int32(258), int32(1), int32(8), uint8(1), uint8(0))
     assert bytes(encode(message)[1]) == b"\x02\x01\x00\x00"
@@ -115,12 +166,17 @@ def test_an_array_of_another_type_is_never_sent_as_if_it_were_right() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"encodings": uint8(0)}, {"encodings": uint8(0, 3)}, {"normalize": uint8(1)}, {"dimensions": int32(8)}]
+    "change", [{"encodings": uint8(0)}, {"encodings": uint8(0, 4)}, {"normalize": uint8(1)}, {"dimensions": int32(8)}]
 )
 def test_a_batch_needs_options_for_each_of_its_sequences(change: dict[str, np.ndarray]) -> None:
-    batch = Batch(9, 4, int32(5, 6, 7), int32(1, 2), int32(384, 64), uint8(1, 0), uint8(0, 2))
     with pytest.raises(ValueError, match="encoding"):
-        dataclasses.replace(batch, **change)
+        dataclasses.replace(BATCH, **change)
+
+
+@pytest.mark.parametrize("encodings", [uint8(FLOAT32, SPARSE), uint8(SPARSE, BINARY)])
+def test_a_batch_is_all_sparse_or_has_none(encodings: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="sparse next to one that is not"):
+        dataclasses.replace(BATCH, encodings=encodings)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +187,131 @@ def test_a_row_has_as_many_bytes_as_its_encoding_needs(encoding: int, dimensions
     assert row_bytes(encoding, dimensions) == expected
 
 
-def test_the_smallest_number_of_an_encoding_has_the_widest_rows() -> None:
-    assert ENCODINGS == {"float32": FLOAT32, "int8": INT8, "binary": BINARY}
-    assert FLOAT32 < INT8 < BINARY
+def test_a_sparse_row_has_no_fixed_width() -> None:
+    with pytest.raises(AssertionError):
+        row_bytes(SPARSE, 12)
+
+
+def test_the_smallest_number_of_a_dense_encoding_has_the_widest_rows() -> None:
+    assert ENCODINGS == {"float32": FLOAT32, "int8": INT8, "binary": BINARY, "sparse": SPARSE}
+    assert FLOAT32 < INT8 < BINARY < SPARSE
     assert row_bytes(FLOAT32, 9) > row_bytes(INT8, 9) > row_bytes(BINARY, 9)
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "expected"), [(1, MAX_ROWS), (256, 65_536), (1024, 16_384), (4096, 4096), (2**40, 1)]
+)
+def test_the_rows_of_a_batch_fit_into_a_frame(dimensions: int, expected: int) -> None:
+    assert max_rows(dimensions) == expected
+
+
+def test_the_transport_takes_a_frame_of_the_size_that_is_planned_with() -> None:
+    assert transport._MAX_FRAME_BYTES == protocol.MAX_FRAME_BYTES
+
+
+def sparse_rows(*counts: int, num_bytes: int) -> np.ndarray:
+    """Rows that say these counts, whatever room there is."""
+    rows = np.full((len(counts), num_bytes), 0xA5, dtype=np.uint8)
+    rows[:, :4] = np.array(counts, dtype="<i4").view(np.uint8).reshape(-1, 4)
+    return rows
+
+
+def test_a_sparse_row_tells_its_columns_and_values() -> None:
+    row = np.frombuffer(
+        b"\x02\x00\x00\x00" + b"\x03\x00\x00\x00\x00\x01\x00\x00" + b"\x00\x00\x80\x3f\x00\x00\x00\xbf" + b"\xff" * 8,
+        dtype=np.uint8,
+    )
+    columns, values = read_sparse(row)
+    assert (columns.dtype, columns.tolist()) == (np.int32, [3, 256])
+    assert (values.dtype, values.tolist()) == (np.float32, [1.0, -0.5])
+    assert sparse_bytes(row[None]) == 20
+
+
+def test_a_sparse_row_may_have_no_values() -> None:
+    columns, values = read_sparse(sparse_rows(0, num_bytes=4)[0])
+    assert (columns.tolist(), values.tolist()) == ([], [])
+
+
+@pytest.mark.parametrize(("counts", "expected"), [((0, 0), 4), ((1, 2, 0), 20), ((), 4)])
+def test_sparse_rows_are_as_wide_as_the_widest_needs(counts: tuple[int, ...], expected: int) -> None:
+    assert sparse_bytes(sparse_rows(*counts, num_bytes=24)) == expected
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.zeros((1, 3), dtype=np.uint8),
+        np.zeros((0, 0), dtype=np.uint8),
+        sparse_rows(0, -1, num_bytes=12),
+        sparse_rows(0, 2, num_bytes=19),
+        sparse_rows(2**31 - 1, num_bytes=20),
+    ],
+)
+def test_a_sparse_row_that_counts_more_than_it_holds_is_a_protocol_error(rows: np.ndarray) -> None:
+    with pytest.raises(ProtocolError):
+        sparse_bytes(rows)
+
+
+def frames_with(message: Request | Batch, **changes: np.ndarray) -> list[bytes]:
+    """A message's frames with some of its arrays replaced, whatever they are."""
+    frames = [bytes(frame) for frame in encode(message)]
+    header = msgpack.unpackb(frames[0])
+    names = [name for name, _, _ in protocol._LAYOUTS_BY_CLASS[type(message)].arrays]
+    for name, array in changes.items():
+        header[-1][names.index(name)] = list(array.shape)
+        frames[1 + names.index(name)] = array.tobytes()
+    return [msgpack.packb(header), *frames[1:]]
+
+
+@pytest.mark.parametrize("message", [REQUEST, BATCH], ids=["Request", "Batch"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"type_starts": int32(3)},
+        {"type_starts": int32(3, 1, 1)},
+        {"type_starts": int32(-1, 1)},
+        {"type_starts": int32(4, 1)},
+        {"type_starts": int32(0, 5)},
+        {"span_counts": int32(3)},
+        {"span_counts": int32(1, 1, 1)},
+        {"span_counts": int32(3, 0)},
+        {"span_counts": int32(-1, 4)},
+        {"span_counts": int32(1, 1)},
+        {"span_counts": int32(2, 2)},
+        {"span_counts": int32(2**31 - 1, 2**31 - 1)},
+        {"span_counts": int32()},
+        {"span_counts": int32(), "spans": np.zeros((0, 3), dtype=np.int32)},
+        {"spans": int32(0, 2, 2, 3).reshape(2, 2)},
+        {"spans": np.zeros((0, 2), dtype=np.int32)},
+        {"spans": int32(0, 2, 9, 2, 3, 9, 1, 4, 9).reshape(3, 3)},
+        {"spans": int32(0, 2, 2, 3, 1, 4)},
+        {"spans": int32(-1, 2, 2, 3, 1, 4).reshape(3, 2)},
+        {"spans": int32(2, 2, 2, 3, 1, 4).reshape(3, 2)},
+        {"spans": int32(2, 1, 2, 3, 1, 4).reshape(3, 2)},
+        {"spans": int32(0, 4, 2, 3, 1, 4).reshape(3, 2)},
+        {"spans": int32(0, 2, 2, 3, 1, 5).reshape(3, 2)},
+        {
+            "span_counts": int32(MAX_ROWS, 1),
+            "spans": np.tile(int32(0, 1), (MAX_ROWS + 1, 1)),
+        },
+    ],
+)
+def test_types_and_spans_that_do_not_fit_their_sequences_are_a_protocol_error(
+    message: Request | Batch, changes: dict[str, np.ndarray]
+) -> None:
+    whole = dataclasses.replace(message, **TYPES_AND_SPANS)
+    decode(frames_with(whole))
+    with pytest.raises(ProtocolError):
+        decode(frames_with(whole, **changes))
+
+
+@pytest.mark.parametrize("left_out", [1, 2])
+def test_of_types_and_spans_all_travel_or_none(left_out: int) -> None:
+    frames = frames_with(dataclasses.replace(REQUEST, **TYPES_AND_SPANS))
+    header = msgpack.unpackb(frames[0])
+    header[-1] = header[-1][:-left_out]
+    with pytest.raises(ProtocolError):
+        decode([msgpack.packb(header), *frames[1:-left_out]])
 
 
 def request_frames(**changes: object) -> list[bytes]:
@@ -163,7 +340,7 @@ def request_frames(**changes: object) -> list[bytes]:
         [b"\x91" * 5000],
         [b"\xdd\xff\xff\xff\xff"],
         [b"\x00" * (protocol.MAX_HEADER_BYTES + 1)],
-        [msgpack.packb([3, 1, []])] * 9,
+        [msgpack.packb([3, 1, []])] * 10,
         request_frames(request_id=-1),
         request_frames(request_id=True),
         request_frames(request_id=1.0),

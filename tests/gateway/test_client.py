@@ -10,7 +10,14 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 import pytest
 
-from common.errors import DeadlineExceeded, InternalError, NonfiniteOutput, ProtocolError, Unavailable
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NonfiniteOutput,
+    ProtocolError,
+    Unavailable,
+)
 from common.metrics import Metrics
 from common.protocol import (
     INT8,
@@ -56,9 +63,12 @@ async def submit(
     timeout_s: float = 30,
     dimensions: int = DIMENSIONS,
     encoding: str = "float32",
+    type_starts: list[int] | None = None,
+    spans: list[np.ndarray] | None = None,
 ) -> Embedded:
     deadline_ns = now_ns() + int(timeout_s * SECOND)
-    return await client.submit(rows, make_options(dimensions, deadline_ns, encoding))
+    options = make_options(dimensions, deadline_ns, encoding)
+    return await client.submit(rows, options, type_starts=type_starts, spans=spans)
 
 
 def make_options(dimensions: int, deadline_ns: int = 10**15, encoding: str = "float32") -> Options:
@@ -77,6 +87,10 @@ def assert_answers(embedded: Embedded, texts: Sequences, encoding: str, dimensio
     expected = np.stack([oracle_row(ids, encoding, dimensions) for ids in texts])
     assert embedded.rows.dtype == expected.dtype
     np.testing.assert_array_equal(embedded.rows, expected)
+
+
+def make_spans(*ends: tuple[int, int]) -> np.ndarray:
+    return np.array(ends, dtype=np.int32)
 
 
 @pytest.fixture
@@ -174,6 +188,60 @@ async def test_an_int8_request_that_a_worker_died_with_runs_on_another_and_is_in
     mute.process.kill()
     assert_answers(await task, texts, "int8")
     assert second.batches[0].encodings.tolist() == [INT8, INT8]
+
+
+async def test_each_span_of_a_sequence_makes_a_row_next_to_requests_without_any(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    start_worker()
+    await until(lambda: client.facts is not None)
+    texts = sequences(*[20] * 30)
+    spans = [make_spans(*((start, start + 5) for start in range(index % 4 + 1))) for index in range(30)]
+    plain = sequences(7, 8)
+    spanned, whole = await asyncio.gather(submit(client, texts, spans=spans), submit(client, plain))
+    expected = [
+        oracle_row(ids, "float32", span=tuple(span))
+        for ids, own in zip(texts, spans, strict=True)
+        for span in own.tolist()
+    ]
+    np.testing.assert_array_equal(spanned.rows, expected)
+    assert_answers(whole, plain, "float32")
+
+
+async def test_where_the_second_text_of_a_pair_begins_travels_with_its_sequence(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    start_worker()
+    await until(lambda: client.facts is not None)
+    texts = sequences(*[20] * 30)
+    type_starts = list(range(20)) + [20] * 10
+    embedded = await submit(client, texts, type_starts=type_starts)
+    expected = [oracle_row(ids, "float32", type_start=start) for ids, start in zip(texts, type_starts, strict=True)]
+    np.testing.assert_array_equal(embedded.rows, expected)
+
+
+async def test_sparse_rows_of_many_batches_come_back_in_one_matrix(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    start_worker()
+    await until(lambda: client.facts is not None)
+    texts = sequences(*[20] * 30)
+    embedded = await submit(client, texts, encoding="sparse")
+    expected = [oracle_row(ids, "sparse").tobytes() for ids in texts]
+    assert embedded.rows.dtype == np.uint8
+    assert [row.tobytes()[: len(own)] for row, own in zip(embedded.rows, expected, strict=True)] == expected
+
+
+async def test_spans_that_do_not_fit_fail_their_caller_and_leave_nothing_behind(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    start_worker()
+    await until(lambda: client.facts is not None)
+    texts = sequences(*[40] * 3)
+    with pytest.raises(ValueError, match="span"):
+        await submit(client, texts, spans=[make_spans((0, 40)), make_spans((0, 41)), make_spans((0, 40))])
+    assert client._ledger.num_pieces == 0
+    await submit(client, texts)
 
 
 async def test_facts_are_announced_when_the_first_worker_is_ready(
@@ -337,6 +405,70 @@ async def test_a_long_request_waits_here_and_is_fed_as_answers_come(ledger: Ledg
     ledger.on_message(reply(fourth), 0)
     assert (await entry.future).rows[:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
     assert ledger.num_pieces == 0
+
+
+async def test_a_piece_takes_the_spans_and_types_of_its_sequences_along(ledger: Ledger, wire: Wire) -> None:
+    spans = [make_spans((0, 1), (1, 5)), make_spans((0, 5)), make_spans((2, 3)), make_spans((0, 1), (0, 1), (4, 5))]
+    entry = OpenRequest.of(sequences(*[5] * 4), make_options(2), type_starts=[5, 4, 3, 2], spans=spans)
+    ledger.open(entry, 0)
+    first, second = wire.requests()
+    assert (first.type_starts.tolist(), first.span_counts.tolist()) == ([5, 4], [2, 1])
+    assert (second.type_starts.tolist(), second.span_counts.tolist()) == ([3, 2], [1, 3])
+    assert first.spans.tolist() == [[0, 1], [1, 5], [0, 5]]
+    assert second.spans.tolist() == [[2, 3], [0, 1], [0, 1], [4, 5]]
+    rows = np.arange(4 * DIMENSIONS, dtype=np.float32).reshape(4, DIMENSIONS)
+    for request, first_row, part in ((second, 1, rows[1:]), (first, 0, rows[:3]), (second, 0, rows[:1])):
+        assert not entry.future.done()
+        ledger.on_message(Reply(request.request_id, first_row, 1, 1, part.view(np.uint8)), 0)
+    np.testing.assert_array_equal((await entry.future).rows, np.concatenate([rows[:3], rows])[:, :2])
+    assert ledger.num_pieces == 0
+
+
+async def test_a_piece_asks_for_no_more_rows_than_a_result_holds(ledger: Ledger, wire: Wire) -> None:
+    facts = dataclasses.replace(FACTS, dimensions=4 * 1024 * 1024)  # four rows fill a frame
+    ledger.on_message(Welcome(1, 7, False, facts, 1000, 1000), 0)
+    spans = [make_spans((0, 1), (1, 2))] * 3 + [make_spans((0, 2))] * 3
+    ledger.open(OpenRequest.of(sequences(*[2] * 6), make_options(2), spans=spans), 0)
+    assert [request.span_counts.tolist() for request in wire.requests()] == [[2, 2], [2, 1, 1], [1]]
+
+
+async def test_a_sequence_with_more_spans_than_a_result_holds_is_refused(ledger: Ledger, wire: Wire) -> None:
+    ledger.on_message(Welcome(1, 7, False, dataclasses.replace(FACTS, dimensions=4 * 1024 * 1024), 1000, 1000), 0)
+    entry = OpenRequest.of(
+        sequences(9, 9), make_options(2), spans=[make_spans((0, 9)), make_spans(*((n, n + 1) for n in range(5)))]
+    )
+    with pytest.raises(InvalidRequest, match=r"5 parts.*at most 4") as raised:
+        ledger.open(entry, 0)
+    assert raised.value.param == "input[1]"
+    assert (wire.requests(), ledger.num_pieces) == ([], 0)
+
+
+async def test_a_reply_beyond_the_rows_of_its_piece_is_a_protocol_error(ledger: Ledger, wire: Wire) -> None:
+    spans = [make_spans((0, 1), (1, 2)), make_spans((0, 1))]
+    ledger.open(OpenRequest.of(sequences(6, 6), make_options(2), spans=spans), 0)
+    first, second = wire.requests()
+    rows = np.zeros((2, 4 * DIMENSIONS), dtype=np.uint8)
+    for request, first_row in ((first, 1), (first, 2**62), (second, 0)):
+        with pytest.raises(ProtocolError):
+            ledger.on_message(Reply(request.request_id, first_row, 1, 1, rows), 0)
+
+
+async def test_sparse_rows_may_be_wider_in_every_reply_and_what_is_no_sparse_row_is_a_protocol_error(
+    ledger: Ledger, wire: Wire
+) -> None:
+    entry = OpenRequest.of(sequences(3, 3, 3), make_options(2, encoding="sparse"))
+    ledger.open(entry, 0)
+    (request,) = wire.requests()
+    one = np.array([[1, 0, 0, 0, *range(8), 255, 255]], dtype=np.uint8)  # one value, and room for a part of another
+    for nonsense in (one[:, :11], one[:, :3], np.full((1, 12), 255, dtype=np.uint8)):
+        with pytest.raises(ProtocolError):
+            ledger.on_message(Reply(request.request_id, 0, 1, 1, nonsense), 0)
+    two = np.array([[2, 0, 0, 0, *range(16)], [0, 0, 0, 0, *range(16)]], dtype=np.uint8)
+    ledger.on_message(Reply(request.request_id, 1, 1, 1, two), 0)
+    ledger.on_message(Reply(request.request_id, 0, 1, 1, one), 0)
+    rows = (await entry.future).rows
+    assert rows[0, :12].tolist() == one[0, :12].tolist()
+    assert rows[1:].tolist() == two.tolist()
 
 
 async def test_a_failed_piece_fails_the_request_and_takes_the_others_back(ledger: Ledger, wire: Wire) -> None:

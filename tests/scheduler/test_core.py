@@ -108,7 +108,10 @@ def make_request(
     deadline_ns: int = 2**62,
     opens: bool = True,
     encoding: str = "float32",
+    type_starts: list[int] | None = None,
+    spans: list[list[tuple[int, int]]] | None = None,
 ) -> Request:
+    """A request for these sequences; `spans` are those of each."""
     return Request(
         request_id=request_id,
         fingerprint=FACTS.fingerprint,
@@ -120,7 +123,21 @@ def make_request(
         encoding=encoding,
         token_ids=np.array([token for sequence in sequences for token in sequence], dtype=np.int32),
         lengths=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
+        type_starts=np.array(type_starts or [], dtype=np.int32),
+        span_counts=np.array([len(own) for own in spans or []], dtype=np.int32),
+        spans=np.array([span for own in spans or [] for span in own], dtype=np.int32).reshape(-1, 2),
     )
+
+
+def assert_rows(replies: list[Reply], sequences: list[list[int]], spans: list[list[tuple[int, int]]]) -> None:
+    """The replies are all of a request's rows, each once, and each is the oracle's for its span."""
+    expected = [
+        oracle_row(ids, "float32", span=span) for ids, own in zip(sequences, spans, strict=True) for span in own
+    ]
+    places = [reply.first_row + index for reply in replies for index in range(len(reply.rows))]
+    assert sorted(places) == list(range(len(expected)))
+    rows = np.concatenate([reply.rows for reply in replies]).view(np.float32)
+    np.testing.assert_array_equal(rows[np.argsort(places)], expected)
 
 
 def ids(batch: Batch) -> list[int]:
@@ -239,7 +256,7 @@ def test_a_request_is_dispatched_at_once_and_its_rows_come_back(rig: Rig) -> Non
     rig.now_ns += 3 * MS
     rig.finish(batch)
     (reply,) = rig.take(Reply)
-    assert (reply.request_id, reply.first_sequence, reply.queue_us, reply.step_us) == (5, 0, 0, 5000)
+    assert (reply.request_id, reply.first_row, reply.queue_us, reply.step_us) == (5, 0, 0, 5000)
     np.testing.assert_array_equal(reply.rows.view(np.float32), [oracle_vector([1, 2]), oracle_vector([3])])
 
 
@@ -269,7 +286,7 @@ def test_a_long_request_is_answered_in_parts_whose_places_are_told(rig: Rig) -> 
     (third,) = rig.take(Batch)
     rig.finish(second)
     rig.finish(third)
-    assert [reply.first_sequence for reply in rig.take(Reply)] == [0, 1, 2]
+    assert [reply.first_row for reply in rig.take(Reply)] == [0, 1, 2]
 
 
 def test_options_travel_with_each_sequence(rig: Rig) -> None:
@@ -374,6 +391,191 @@ def test_results_of_another_epoch_or_an_unknown_batch_change_nothing(rig: Rig) -
     rig.finish(batch)
     rig.finish(batch)
     assert len(rig.take(Reply)) == 1
+
+
+# --- rows that are not one a sequence ---
+
+# Of three sequences, the last as a whole.
+SEQUENCES = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+SPANS = [[(0, 1), (1, 3)], [(1, 2)], [(0, 4)]]
+
+
+def test_requests_with_and_without_spans_share_a_batch_and_each_gets_its_own_rows(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [1])
+    rig.request(3, [3], [4, 5])
+    rig.gateway(make_request(4, *SEQUENCES, spans=SPANS))
+    rig.request(5, [6])
+    first, second = rig.take(Batch)
+    rig.finish(first)
+    rig.finish(second)
+    rig.take(Reply)
+    (batch,) = rig.take(Batch)
+    assert batch.span_counts.tolist() == [1, 1, 2, 1, 1, 1]
+    assert batch.spans.tolist() == [[0, 1], [0, 2], [0, 1], [1, 3], [1, 2], [0, 4], [0, 1]]
+    rig.finish(batch)
+    before, spanned, after = rig.take(Reply)
+    assert_rows([before], [[3], [4, 5]], [[(0, 1)], [(0, 2)]])
+    assert_rows([spanned], SEQUENCES, SPANS)
+    assert_rows([after], [[6]], [[(0, 1)]])
+
+
+def test_a_batch_of_requests_without_spans_or_types_carries_none(rig: Rig) -> None:
+    rig.request(1, [1, 2])
+    (batch,) = rig.take(Batch)
+    assert (len(batch.type_starts), len(batch.span_counts), len(batch.spans)) == (0, 0, 0)
+
+
+def test_where_one_request_has_tokens_of_type_1_the_others_say_that_they_have_none(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [1])
+    rig.request(3, [3], [4, 5])
+    rig.gateway(make_request(4, [6, 7], [8, 9, 10], type_starts=[1, 3]))
+    first, _ = rig.take(Batch)
+    rig.finish(first)
+    rig.take(Reply)
+    (batch,) = rig.take(Batch)
+    assert batch.type_starts.tolist() == [1, 2, 1, 3]
+    assert len(batch.span_counts) == 0
+    rig.finish(batch)
+    _, pair = rig.take(Reply)
+    np.testing.assert_array_equal(
+        pair.rows.view(np.float32), [oracle_row([6, 7], "float32", type_start=1), oracle_vector([8, 9, 10])]
+    )
+
+
+def test_a_long_request_with_spans_is_answered_in_parts_whose_rows_are_counted_across_its_sequences(rig: Rig) -> None:
+    sequences = [[token] * 40 for token in (1, 2, 3)]  # the budget is 64 tokens
+    spans = [[(0, 10), (10, 20), (20, 40)], [(0, 40)], [(5, 6), (6, 7)]]
+    rig.gateway(make_request(1, *sequences, spans=spans, type_starts=[40, 3, 40]))
+    first, second = rig.take(Batch)
+    assert (first.type_starts.tolist(), second.type_starts.tolist()) == ([40], [3])
+    rig.finish(first)
+    (third,) = rig.take(Batch)
+    rig.finish(third)
+    assert rig.take(Failure) == []
+    rig.finish(second)
+    replies = rig.take(Reply)
+    assert [(reply.first_row, len(reply.rows)) for reply in replies] == [(0, 3), (4, 2), (3, 1)]
+    assert rig.core._gateways[b"g0"].requests == {}
+
+
+def test_a_batch_has_no_more_rows_than_its_result_can_carry(metrics: Metrics) -> None:
+    rig = Rig(metrics)
+    rig.join()
+    rig.hello(facts=dataclasses.replace(FACTS, dimensions=4 * 1024 * 1024))  # four rows fill a frame
+    rig.gateway(make_request(1, *[[1, 2, 3]] * 4, spans=[[(0, 1), (1, 2), (2, 3)]] * 4))
+    rig.request(2, *[[4]] * 5)
+    batches = rig.take(Batch)
+    assert [batch.num_rows for batch in batches] == [3, 3]
+
+
+def test_a_nonfinite_row_of_a_span_names_its_sequence(rig: Rig) -> None:
+    rig.gateway(make_request(1, *SEQUENCES, spans=SPANS))
+    (batch,) = rig.take(Batch)
+    rig.finish(batch, nonfinite=(3, 2))
+    (failure,) = rig.take(Failure)
+    assert (failure.code, failure.sequence) == ("nonfinite_output", 1)
+    assert rig.take(Reply) == []
+
+
+def test_a_result_with_a_row_a_sequence_where_spans_were_asked_for_ends_the_worker(rig: Rig) -> None:
+    rig.gateway(make_request(1, *SEQUENCES, spans=SPANS))
+    (batch,) = rig.take(Batch)
+    rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), oracle_rows(batch)[:3]))
+    assert rig.killed == [b"w0"]
+    assert rig.take(Reply) == []
+
+
+def test_a_lost_workers_spans_run_again_next_to_requests_without(rig: Rig) -> None:
+    rig.worker(Goodbye("draining"))
+    rig.gateway(make_request(3, *SEQUENCES, spans=SPANS))
+    rig.request(4, [4, 5])
+    rig.hello(b"w1")
+    assert [batch.num_rows for batch in rig.take(Batch, b"w1")] == [5]
+    rig.worker_lost(b"w1")
+    rig.hello(b"w2")
+    batches = rig.take(Batch, b"w2")
+    while batches:
+        rig.finish(batches.pop(0), b"w2")
+        batches += rig.take(Batch, b"w2")
+    replies = rig.take(Reply)
+    assert_rows([reply for reply in replies if reply.request_id == 3], SEQUENCES, SPANS)
+    assert_rows([reply for reply in replies if reply.request_id == 4], [[4, 5]], [[(0, 2)]])
+
+
+def test_of_a_batch_with_spans_that_fails_the_sequence_at_fault_is_named_and_its_neighbours_are_served(
+    rig: Rig,
+) -> None:
+    rig.request(100, [50])
+    rig.request(101, [50])
+    held = rig.take(Batch)
+    rig.gateway(make_request(1, *SEQUENCES, *SEQUENCES, *SEQUENCES, spans=SPANS * 3))
+    rig.gateway(make_request(2, [1, 1], [666, 2, 3], spans=[[(0, 1), (1, 2)], [(0, 1), (2, 3)]]))
+    rig.request(3, [9, 9])
+    while held:
+        batch = held.pop(0)
+        if 666 in ids(batch):
+            rig.worker(BatchFailed(EPOCH, batch.batch_id, "raised"))
+        else:
+            rig.finish(batch)
+        held += rig.take(Batch)
+    replies = rig.take(Reply)
+    assert_rows([reply for reply in replies if reply.request_id == 1], SEQUENCES * 3, SPANS * 3)
+    assert_rows([reply for reply in replies if reply.request_id == 3], [[9, 9]], [[(0, 2)]])
+    (failure,) = rig.take(Failure)
+    assert (failure.request_id, failure.code, failure.sequence) == (2, "internal_error", 1)
+
+
+def test_sparse_rows_come_back_as_wide_as_their_batch_needed_and_never_next_to_dense_ones(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [1])
+    sparse = [[token, token] for token in range(8)]
+    rig.gateway(make_request(3, *sparse, encoding="sparse"))
+    rig.request(4, [4])
+    rig.gateway(make_request(5, [5, 6], encoding="sparse", spans=[[(0, 1), (1, 2)]]))
+    held = rig.take(Batch)
+    mixed = 0
+    while held:
+        batch = held.pop(0)
+        mixed += len(set(batch.encodings.tolist())) > 1
+        rig.finish(batch)
+        held += rig.take(Batch)
+    replies = {reply.request_id: reply for reply in rig.take(Reply)}
+    assert mixed == 0
+    expected = [oracle_row(ids, "sparse") for ids in sparse]
+    assert replies[3].rows.shape == (8, max(map(len, expected)))
+    assert [row[: len(own)].tobytes() for row, own in zip(replies[3].rows, expected, strict=True)] == [
+        own.tobytes() for own in expected
+    ]
+    assert len(replies[5].rows) == 2
+    assert rig.killed == []
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.zeros((1, 4), dtype=np.uint8),
+        np.zeros((2, 3), dtype=np.uint8),
+        np.array([[0, 0, 0, 0], [1, 0, 0, 0]], dtype=np.uint8),
+        np.full((2, 400), 0xFF, dtype=np.uint8),
+    ],
+)
+def test_a_sparse_result_that_says_nonsense_ends_the_worker(rig: Rig, rows: np.ndarray) -> None:
+    rig.gateway(make_request(1, [1], [2], encoding="sparse"))
+    (batch,) = rig.take(Batch)
+    rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
+    assert rig.killed == [b"w0"]
+    assert rig.take(Reply) == []
+
+
+def test_a_sparse_row_that_is_not_finite_may_say_anything(rig: Rig) -> None:
+    rig.gateway(make_request(1, [1], [2], encoding="sparse"))
+    (batch,) = rig.take(Batch)
+    rows = np.array([[0, 0, 0, 0], [0xFF, 0xFF, 0xFF, 0xFF]], dtype=np.uint8)
+    rig.worker(Result(EPOCH, batch.batch_id, 1, np.array([1], dtype=np.int32), rows))
+    assert rig.killed == []
+    assert [(failure.code, failure.sequence) for failure in rig.take(Failure)] == [("nonfinite_output", 1)]
 
 
 # --- losing a worker ---
