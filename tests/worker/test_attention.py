@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,35 @@ def softmax_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return torch.einsum("hqk,khd->qhd", weights, value.double()).float()
 
 
+def weighted_mean(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """One sequence, all [tokens, heads, head_dim], token by token, head by head and key by key in double precision."""
+    num_tokens, num_heads, head_dim = query.shape
+    output = torch.zeros_like(query, dtype=torch.float64)
+    for i in range(num_tokens):
+        seen = [
+            j for j in range(num_tokens) if (j <= i or not causal) and (window is None or i - window <= j <= i + window)
+        ]
+        for head in range(num_heads):
+            weights = []
+            for j in seen:
+                score = float(query[i, head].double() @ key[j, head].double()) / math.sqrt(head_dim)
+                if bias is not None:
+                    reach = (bias.shape[1] - 1) // 2
+                    score += float(bias[head, reach + max(-reach, min(reach, j - i))])
+                weights.append(math.exp(score))
+            for j, weight in zip(seen, weights, strict=True):
+                output[i, head] += weight / sum(weights) * value[j, head].double()
+    return output.float()
+
+
 # --- on the CPU ---
 
 
@@ -73,6 +103,51 @@ def test_each_sequence_attends_to_itself_alone(
     )
     assert output.is_contiguous()
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("reach", [None, 0, 2, 11])
+@pytest.mark.parametrize("window", [None, 0, 1, 3, 8])
+def test_windows_and_biases_are_those_of_the_formula(
+    attention: Attention, window: int | None, reach: int | None, num_kv_heads: int, causal: bool
+) -> None:
+    lengths = [1, 4, 4, 9]
+    query, key, value = qkv(replace(SHAPE, num_kv_heads=num_kv_heads), sum(lengths), CPU)
+    bias = None if reach is None else 2 * torch.randn(4, 2 * reach + 1, generator=torch.Generator().manual_seed(1))
+
+    output = attention(query, key, value, load(lengths, attention), causal=causal, window=window, bias=bias)
+
+    full_key, full_value = (tensor.repeat_interleave(4 // num_kv_heads, dim=1) for tensor in (key, value))
+    expected = torch.cat(
+        [
+            weighted_mean(q, k, v, causal=causal, window=window, bias=bias)
+            for q, k, v in zip(query.split(lengths), full_key.split(lengths), full_value.split(lengths), strict=True)
+        ]
+    )
+    assert output.is_contiguous()
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+
+
+def test_a_token_that_sees_only_itself_has_its_own_value(attention: Attention) -> None:
+    query, key, value = qkv(SHAPE, 9, CPU)
+
+    output = attention(query, key, value, load([2, 7], attention), causal=False, window=0)
+
+    torch.testing.assert_close(output, value.repeat_interleave(2, dim=1), rtol=0, atol=1e-6)
+
+
+def test_other_sequences_with_nan_change_nothing_within_windows_and_with_a_bias(attention: Attention) -> None:
+    query, key, value = qkv(SHAPE, 18, CPU)
+    batch, bias = load([6, 6, 6], attention), torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    clean = attention(query, key, value, batch, causal=False, window=2, bias=bias)
+    value[6:12] = torch.nan
+
+    output = attention(query, key, value, batch, causal=False, window=2, bias=bias)
+
+    assert torch.equal(output[:6], clean[:6])
+    assert torch.equal(output[12:], clean[12:])
+    assert output[6:12].isnan().all()
 
 
 def test_large_scores_do_not_overflow(attention: Attention) -> None:
@@ -124,10 +199,11 @@ def test_reference_passes_over_rows_without_tokens() -> None:
 
 def test_reference_computes_in_blocks_what_it_computes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = qkv(SHAPE, 50, CPU)
-    whole = attend(query, key, value, causal=True)
+    bias = torch.randn(4, 11, generator=torch.Generator().manual_seed(1))
+    whole = attend(query, key, value, causal=True, window=20, bias=bias)
     monkeypatch.setattr("worker.attention.reference._MAX_SCORES", 4 * 50 * 7)
 
-    output = attend(query, key, value, causal=True)
+    output = attend(query, key, value, causal=True, window=20, bias=bias)
 
     torch.testing.assert_close(output, whole, rtol=0, atol=1e-6)
 

@@ -289,6 +289,18 @@ def test_a_backend_that_is_slow_to_open_is_measured_with_the_others(cache: Path)
     assert [attention.name for attention in selection.backends()] == ["late"]
 
 
+@pytest.mark.parametrize(("other", "chosen"), [("short", {"short"}), ("gone", {"short", "late"})])
+def test_a_backend_that_another_stands_in_for_is_opened_only_without_that_one(
+    cache: Path, other: str, chosen: set[str]
+) -> None:
+    late = Backend(lambda shape, device: None, lambda shape, device: FakeAttention("late"), instead=other)
+
+    selection = measured(cache, Timings(short_and_long), ("short",), late=late)
+
+    assert {attention.name for attention in selection.backends()} == chosen
+    assert ("without late" in selection.describe()) == (other == "short")
+
+
 def test_a_backend_that_is_slow_to_open_and_does_not_is_left_out(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     def broken(shape: HeadShape, device: torch.device) -> Attention:
         raise AttentionUnavailable("attention late: does not load")

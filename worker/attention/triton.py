@@ -8,6 +8,10 @@ The launch depends on the number of tokens alone: no plan, no longest length, no
 
 The query heads that share a key head are rows of one tile, so its keys and values are read once for all of them.
 
+A window makes a row's range of keys shorter, and with it a tile's: what no row of a tile sees is not visited, so a long
+sequence costs its length times the window. A bias is read from its table for every score. Which window is an argument;
+that there is one, or a bias, is a constant, and without them the kernel is what it would be if it knew of neither.
+
 A value that is not finite must spoil its own sequence only, but 0 · NaN is NaN. So a tile of several sequences looks at
 its result, and where that is not finite it is computed again with such values taken out and their sequences marked.
 Rejected: cleaning all values on their way, which would take them through registers; and a second loop, without masks,
@@ -85,7 +89,7 @@ class TritonAttention:
         num_tokens, num_heads, head_dim = query.shape
         num_rows = batch.cu_seqlens.shape[0] - 1
         config = _choose(num_tokens, num_rows, num_heads // key.shape[1], head_dim, query.dtype)
-        return _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config)
+        return _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, window, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +185,19 @@ def _attend(
     token_stops: torch.Tensor,
     causal: bool,
     config: Config,
+    window: int | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of every token over its own sequence.
 
     Args:
         query: [tokens, heads, head_dim], key, value: [tokens, key heads, head_dim]; head_dim contiguous.
         token_starts, token_stops: int32 [tokens], the first token of each token's sequence, and one past its last.
+        window, bias: as of `Attention`; the bias contiguous.
 
     Returns [tokens, heads, head_dim], contiguous.
     """
+    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
@@ -207,6 +215,9 @@ def _attend(
         *key.stride()[:2],
         *value.stride()[:2],
         head_dim**-0.5 * math.log2(math.e),
+        None if window is None else min(window, num_tokens),  # wider is no different, and could overflow
+        bias,
+        None if bias is None else bias.shape[1] // 2,
         NUM_HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -224,7 +235,9 @@ def _attend(
     return output
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["token_starts", "token_stops"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "window", "reach"], do_not_specialize_on_alignment=["token_starts", "token_stops"]
+)
 def _attention_kernel(
     output: tl.tensor,  # [tokens, NUM_HEADS, HEAD_DIM]
     query: tl.tensor,  # [tokens, NUM_HEADS, HEAD_DIM]
@@ -240,6 +253,9 @@ def _attention_kernel(
     value_token_stride: tl.tensor,
     value_head_stride: tl.tensor,
     scale: tl.tensor,  # of the scores, as exponents of 2
+    window: tl.tensor | None,
+    bias: tl.tensor | None,  # [NUM_HEADS, 2 * reach + 1]
+    reach: tl.tensor | None,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -280,6 +296,14 @@ def _attention_kernel(
         stops = tl.minimum(stops, tokens + 1)
         hi = tl.minimum(hi, last + 1)
         whole_hi = tl.minimum(whole_hi, first + 1)
+    if window is not None:
+        starts = tl.maximum(starts, tokens - window)
+        lo = tl.maximum(lo, first - window)
+        whole_lo = tl.maximum(whole_lo, last - window)
+        if not CAUSAL:
+            stops = tl.minimum(stops, tokens + window + 1)
+            hi = tl.minimum(hi, last + window + 1)
+            whole_hi = tl.minimum(whole_hi, first + window + 1)
 
     columns = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_N)
@@ -313,6 +337,14 @@ def _attention_kernel(
         numbers = block + keys
         key_block = tl.load(key_pointers, mask=within[:, None] & (numbers < hi)[None, :], other=0.0)
         scores = tl.dot(queries, key_block, input_precision=PRECISION) * scale
+        if bias is not None:
+            # Beyond the reach on one side of all rows it is one number a row. A load in a branch also stays where it
+            # is: the compiler would bring the whole [ROWS, BLOCK_N] through shared memory, ahead of its use.
+            is_before = block + BLOCK_N - 1 - first <= -reach
+            if is_before | (block - last >= reach):
+                scores += _biases(bias, reach, heads, tl.where(is_before, -reach, reach))[:, None]
+            else:
+                scores += _biases(bias, reach, heads[:, None], numbers[None, :] - tokens[:, None])
         if SKIP_MASKS:
             if (block < whole_lo) | (block + BLOCK_N > whole_hi):
                 scores = _hide(scores, numbers, starts, stops)
@@ -328,13 +360,15 @@ def _attention_kernel(
         key_pointers += BLOCK_N * key_token_stride
         value_pointers += BLOCK_N * value_token_stride
 
-    if whole_lo > lo:  # noqa: SIM102  # `and` would look at the result in any case
+    # True if the tile is of several sequences. A window moves lo and whole_lo within one sequence, too, so that there
+    # whole_lo has to be within the tile: the start of a sequence, or a window shorter than the tile.
+    if whole_lo > (lo if window is None else first):  # noqa: SIM102  # `and` would look at the result in any case
         # x - x is 0 where x is finite, and NaN where it is not.
         if tl.sum(tl.sum(mixed - mixed, 1), 0) != 0.0:
             mixed = _mix_without_broken_values(
                 queries, key, value, starts, stops, lo, hi, largest, kv_head,
                 key_token_stride, key_head_stride, value_token_stride, value_head_stride, scale,
-                HEAD_DIM, BLOCK_D, ROWS, PRECISION,
+                bias, reach, heads, tokens, HEAD_DIM, BLOCK_D, ROWS, PRECISION,
             )  # fmt: skip
     output_pointers = output + tokens.to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM
     result = mixed / total[:, None]
@@ -348,6 +382,14 @@ def _hide(scores: tl.tensor, keys: tl.tensor, starts: tl.tensor, stops: tl.tenso
     """-inf for keys of other sequences: [rows, keys], of keys [keys], each row's first and one past its last [rows]."""
     seen = (keys[None, :] >= starts[:, None]) & (keys[None, :] < stops[:, None])
     return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _biases(bias: tl.tensor, reach: tl.tensor, heads: tl.tensor, distances: tl.tensor) -> tl.tensor:
+    """What is added to scores at these distances from the query to the key, as exponents of 2."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    columns = reach + tl.minimum(tl.maximum(distances, -reach), reach)
+    return tl.load(bias + heads * (2 * reach + 1) + columns) * LOG2_E
 
 
 @triton.jit
@@ -366,6 +408,10 @@ def _mix_without_broken_values(
     value_token_stride: tl.tensor,
     value_head_stride: tl.tensor,
     scale: tl.tensor,
+    bias: tl.tensor | None,
+    reach: tl.tensor | None,
+    heads: tl.tensor,
+    tokens: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -393,6 +439,8 @@ def _mix_without_broken_values(
         )
         broken = value_block - value_block != 0.0
         scores = tl.dot(queries, key_block, input_precision=PRECISION) * scale
+        if bias is not None:
+            scores += _biases(bias, reach, heads[:, None], numbers[None, :] - tokens[:, None])
         scores = _hide(scores, numbers, starts, stops)
         weights = tl.exp2(scores - largest[:, None])
         value_block = tl.where(broken, 0.0, value_block)

@@ -29,7 +29,7 @@ The kernels are for compute capability 9.0 and up where `Tiling.tma` is set, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -40,22 +40,13 @@ import triton.language as tl
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from worker.kernels.activation import ACTIVATIONS, activate
 from worker.kernels.launch import pdl_options
 from worker.kernels.rotary import qk_norm_rope_
 from worker.kernels.swiglu import swiglu
 from worker.kernels.swiglu_hopper import is_available, swiglu_linear_hopper
 
 Epilogue = Literal["plain", "swiglu", "rope"]
-
-_ACTIVATION_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
-    {
-        "gelu": functional.gelu,
-        "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
-        "relu": functional.relu,
-        "silu": functional.silu,
-    }
-)
-ACTIVATIONS = tuple(_ACTIVATION_FUNCTIONS)
 
 # Tiles of one product whose sum is split: a counter each. More tiles than this leave no processor to split for.
 _MAX_SPLIT_TILES = 1024
@@ -277,7 +268,7 @@ def linear_reference(
     """What `linear` computes, in float32 and not rounded."""
     y = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if activation is not None:
-        y = _ACTIVATION_FUNCTIONS[activation](y)
+        y = ACTIVATIONS[activation](y)
     return y if residual is None else y + residual.float()
 
 
@@ -345,7 +336,7 @@ def _library_linear(
         return residual.addmm_(x, weight.T)
     y = functional.linear(x, weight, bias)
     if activation is not None:
-        y = _ACTIVATION_FUNCTIONS[activation](y)
+        y = ACTIVATIONS[activation](y)
     return y if residual is None else y.add_(residual)
 
 
@@ -464,20 +455,6 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@triton.jit
-def _activate(y: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    if ACTIVATION == "gelu":
-        y = 0.5 * y * (1 + tl.erf(y * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is the logistic function of 2u.
-        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
-    elif ACTIVATION == "relu":
-        y = tl.maximum(y, 0.0)
-    elif ACTIVATION == "silu":
-        y = y * tl.sigmoid(y)
-    return y
 
 
 @triton.jit
@@ -682,7 +659,7 @@ def _store(
         column_mask = columns < num_columns
         if bias is not None:
             y += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        y = _activate(y, ACTIVATION)
+        y = activate(y, ACTIVATION)
         if residual is not None:
             mask = token_mask[:, None] & column_mask[None, :]
             added = tl.load(residual + tokens[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)

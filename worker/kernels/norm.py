@@ -18,15 +18,15 @@ _TILE = 2048
 _ELEMENTS_PER_THREAD = 16
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / √(mean(x²) + epsilon) · weight, for each row.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
+    """x / √(mean(x²) + epsilon) · (weight + offset), for each row.
 
     Args:
         x: [tokens, hidden], contiguous.
         weight: [hidden].
     """
     normed = torch.empty_like(x)
-    _launch(x, None, weight, None, epsilon, normed, None)
+    _launch(x, None, weight, None, epsilon, normed, None, offset=offset, centred=False)
     return normed
 
 
@@ -35,11 +35,11 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(`rms_norm` of x + residual, x + residual); the norm is that of the sum before it is rounded."""
     normed, summed = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, residual, weight, None, epsilon, normed, summed)
+    _launch(x, residual, weight, None, epsilon, normed, summed, offset=0.0, centred=False)
     return normed, summed
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     """(x − mean(x)) / √(var(x) + epsilon) · weight + bias, for each row.
 
     Args:
@@ -47,28 +47,31 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilo
         weight, bias: [hidden].
     """
     normed = torch.empty_like(x)
-    _launch(x, None, weight, bias, epsilon, normed, None)
+    _launch(x, None, weight, bias, epsilon, normed, None, offset=0.0, centred=True)
     return normed
 
 
 def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
     """`layer_norm` of x + residual."""
     normed = torch.empty_like(x)
-    _launch(x, residual, weight, bias, epsilon, normed, None)
+    _launch(x, residual, weight, bias, epsilon, normed, None, offset=0.0, centred=True)
     return normed
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
     """`rms_norm` as plain torch, in float32."""
     x = x.float()
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon) * weight.float()
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon) * (weight.float() + offset)
 
 
-def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+def layer_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
     """`layer_norm` as plain torch, in float32."""
-    return functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), epsilon)
+    bias = None if bias is None else bias.float()
+    return functional.layer_norm(x.float(), weight.shape, weight.float(), bias, epsilon)
 
 
 def _launch(
@@ -79,8 +82,11 @@ def _launch(
     epsilon: float,
     normed: torch.Tensor,
     summed: torch.Tensor | None,
+    *,
+    offset: float,
+    centred: bool,
 ) -> None:
-    """A layer norm if there is a bias, else an RMS norm."""
+    """A layer norm if `centred`, else an RMS norm. `offset` is added to the weight."""
     num_rows, num_columns = x.shape
     block = triton.next_power_of_2(num_columns)
     rows = max(1, _TILE // block)
@@ -93,6 +99,8 @@ def _launch(
         summed,
         num_rows,
         epsilon,
+        offset or None,  # 0 would be an addition for every column
+        CENTRED=centred,
         COLUMNS=num_columns,
         BLOCK=block,
         ROWS=rows,
@@ -111,6 +119,8 @@ def _norm_kernel(
     summed: tl.tensor | None,
     num_rows: tl.tensor,
     epsilon: tl.tensor,
+    offset: tl.tensor | None,
+    CENTRED: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -123,6 +133,8 @@ def _norm_kernel(
     offsets = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     inside = (rows < num_rows)[:, None] & (columns < COLUMNS)[None, :]
     scales = tl.load(weight + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+    if offset is not None:
+        scales += offset
     if bias is not None:
         shifts = tl.load(bias + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
 
@@ -134,7 +146,7 @@ def _norm_kernel(
     if summed is not None:
         tl.store(summed + offsets, values.to(summed.dtype.element_ty), mask=inside)
 
-    if bias is not None:
+    if CENTRED:
         means = tl.sum(values, 1) / COLUMNS
         values = tl.where(inside, values - means[:, None], 0.0)
     variances = tl.sum(values * values, 1) / COLUMNS

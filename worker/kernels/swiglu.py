@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
+from worker.kernels.activation import ACTIVATIONS, activate
 from worker.kernels.launch import pdl_options
 
 # Columns that a program holds: 8 a thread with 4 warps, one load of 16 bytes from each half. To be measured.
@@ -14,32 +14,46 @@ _BLOCK = 1024
 _NUM_WARPS = 4
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up.
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) · up.
 
     Args:
         gate_up: [tokens, 2 · columns], contiguous: gate, then up.
+        activation: one of `ACTIVATIONS`.
 
     Returns [tokens, columns].
     """
+    assert activation in ACTIVATIONS, activation
     num_tokens, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
-    gated = torch.empty((num_tokens, num_columns), dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(num_tokens, triton.cdiv(num_columns, _BLOCK))](
-        gate_up, gated, COLUMNS=num_columns, BLOCK=_BLOCK, num_warps=_NUM_WARPS, **pdl_options(gate_up)
+    inner = torch.empty((num_tokens, num_columns), dtype=gate_up.dtype, device=gate_up.device)
+    _gated_kernel[(num_tokens, triton.cdiv(num_columns, _BLOCK))](
+        gate_up,
+        inner,
+        ACTIVATION=activation,
+        COLUMNS=num_columns,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
+        **pdl_options(gate_up),
     )
-    return gated
+    return inner
 
 
-def swiglu_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """`swiglu` as plain torch, in float32."""
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gated` by silu."""
+    return gated(gate_up, "silu")
+
+
+def gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated` as plain torch, in float32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 @triton.jit
-def _swiglu_kernel(
+def _gated_kernel(
     gate_up: tl.tensor,  # [tokens, 2 · COLUMNS]
-    gated: tl.tensor,  # [tokens, COLUMNS]
+    inner: tl.tensor,  # [tokens, COLUMNS]
+    ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -53,4 +67,5 @@ def _swiglu_kernel(
     gate_pointers = gate_up + token * (2 * COLUMNS) + columns
     gate = tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_pointers + COLUMNS, mask=inside, other=0.0).to(tl.float32)
-    tl.store(gated + token * COLUMNS + columns, (gate * tl.sigmoid(gate) * up).to(gated.dtype.element_ty), mask=inside)
+    y = activate(gate, ACTIVATION) * up
+    tl.store(inner + token * COLUMNS + columns, y.to(inner.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
 """From hidden states of tokens to the bytes that cross to the host: pooling, then normalising and encoding.
 
 What both compute is said in `worker/pooling.py`, whose functions of the same names are the reference. A mean is added
-up in an order that depends on its sequence's length alone, so a row is the same in any batch. Where a token's row is
-its sequence's, nothing is pooled at all: the kernel that encodes reads it from the hidden states.
+up in an order that depends on its span's length alone, so a row is the same in any batch. Where a token's row is its
+span's, nothing is pooled at all: the kernel that encodes reads it from the hidden states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from common.protocol import FLOAT32, INT8
 from worker.kernels.launch import pdl_options
-from worker.pooling import FLAG_BYTES
+from worker.pooling import FLAG_BYTES, Spans
 
 if TYPE_CHECKING:
     from worker.checkpoint import Pooling
@@ -30,7 +30,7 @@ _LEAST_NORM = 1e-12
 
 def pool_and_finish(
     hidden: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    spans: Spans,
     pooling: Pooling,
     dimensions: torch.Tensor,
     normalize: torch.Tensor,
@@ -40,31 +40,33 @@ def pool_and_finish(
 
     Args:
         hidden: [tokens, hidden], contiguous.
-        cu_seqlens: int32 [sequences + 1]; a sequence without tokens gets a row of zeros.
-        dimensions, normalize, encodings: int32 [sequences].
+        spans: int32 [rows] twice; one without tokens gets a row of zeros.
+        dimensions, normalize, encodings: int32 [rows].
 
-    Returns uint8 [sequences, FLAG_BYTES + 4 · hidden].
+    Returns uint8 [rows, FLAG_BYTES + 4 · hidden].
     """
     if pooling in ("cls", "last"):
-        return _finish(hidden, cu_seqlens, pooling, dimensions, normalize, encodings)
-    return finish(pool(hidden, cu_seqlens, pooling), dimensions, normalize, encodings)
+        return _finish(hidden, spans, pooling, dimensions, normalize, encodings)
+    return finish(pool(hidden, spans, pooling), dimensions, normalize, encodings)
 
 
-def pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """One row a sequence: its first token's, its last token's, or the mean or maximum over all of them.
+def pool(hidden: torch.Tensor, spans: Spans, pooling: Pooling) -> torch.Tensor:
+    """One row a span: its first token's, its last token's, or a mean or the maximum over all of them.
 
     Args:
         hidden: [tokens, hidden], contiguous.
-        cu_seqlens: int32 [sequences + 1]; a sequence without tokens gets a row of zeros.
+        spans: int32 [rows] twice; one without tokens gets a row of zeros.
 
-    Returns float32 [sequences, hidden].
+    Returns float32 [rows, hidden].
     """
-    num_sequences, num_columns = cu_seqlens.shape[0] - 1, hidden.shape[1]
-    rows = torch.empty((num_sequences, num_columns), dtype=torch.float32, device=hidden.device)
-    # Sequences first: the grid's other axes end at 65,535 programs.
-    _pool_kernel[(num_sequences, triton.cdiv(num_columns, _POOL_COLUMNS))](
+    starts, stops = spans
+    num_rows, num_columns = starts.shape[0], hidden.shape[1]
+    rows = torch.empty((num_rows, num_columns), dtype=torch.float32, device=hidden.device)
+    # Rows first: the grid's other axes end at 65,535 programs.
+    _pool_kernel[(num_rows, triton.cdiv(num_columns, _POOL_COLUMNS))](
         hidden,
-        cu_seqlens,
+        starts,
+        stops,
         rows,
         COLUMNS=num_columns,
         POOLING=pooling,
@@ -79,32 +81,34 @@ def pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, pooling: Pooling) -> to
 def finish(
     rows: torch.Tensor, dimensions: torch.Tensor, normalize: torch.Tensor, encodings: torch.Tensor
 ) -> torch.Tensor:
-    """What each sequence asked for, as bytes behind a flag that says whether its row is finite.
+    """What was asked for of each row, as bytes behind a flag that says whether its row is finite.
 
     Args:
-        rows: float32 [sequences, columns], contiguous.
-        dimensions, normalize, encodings: int32 [sequences].
+        rows: float32 [rows, columns], contiguous.
+        dimensions, normalize, encodings: int32 [rows].
 
-    Returns uint8 [sequences, FLAG_BYTES + 4 · columns].
+    Returns uint8 [rows, FLAG_BYTES + 4 · columns].
     """
     return _finish(rows, None, None, dimensions, normalize, encodings)
 
 
 def _finish(
     rows: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
+    spans: Spans | None,
     pooling: Pooling | None,
     dimensions: torch.Tensor,
     normalize: torch.Tensor,
     encodings: torch.Tensor,
 ) -> torch.Tensor:
-    """The rows are those of sequences; with `cu_seqlens` those of tokens, of which `pooling` takes "cls" or "last"."""
-    num_sequences, num_columns = dimensions.shape[0], rows.shape[1]
-    finished = torch.empty((num_sequences, FLAG_BYTES + 4 * num_columns), dtype=torch.uint8, device=rows.device)
+    """The rows are those of tokens where there are `spans`, whose "cls" or "last" `pooling` takes."""
+    starts, stops = (None, None) if spans is None else spans
+    num_rows, num_columns = dimensions.shape[0], rows.shape[1]
+    finished = torch.empty((num_rows, FLAG_BYTES + 4 * num_columns), dtype=torch.uint8, device=rows.device)
     block = max(32, triton.next_power_of_2(num_columns))
-    _finish_kernel[(num_sequences,)](
+    _finish_kernel[(num_rows,)](
         rows,
-        cu_seqlens,
+        starts,
+        stops,
         dimensions,
         normalize,
         encodings,
@@ -122,11 +126,12 @@ def _finish(
     return finished
 
 
-@triton.jit(do_not_specialize_on_alignment=["cu_seqlens"])
+@triton.jit(do_not_specialize_on_alignment=["starts", "stops"])
 def _pool_kernel(
     hidden: tl.tensor,  # [tokens, COLUMNS]
-    cu_seqlens: tl.tensor,  # [sequences + 1]
-    rows: tl.tensor,  # [sequences, COLUMNS]
+    starts: tl.tensor,  # [rows]
+    stops: tl.tensor,
+    rows: tl.tensor,  # [rows, COLUMNS]
     COLUMNS: tl.constexpr,
     POOLING: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -135,9 +140,9 @@ def _pool_kernel(
 ) -> None:
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    sequence = tl.program_id(0)
-    start = tl.load(cu_seqlens + sequence).to(tl.int64)
-    stop = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    row = tl.program_id(0)
+    start = tl.load(starts + row).to(tl.int64)
+    stop = tl.load(stops + row).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = columns < COLUMNS
     if PDL:
@@ -157,6 +162,8 @@ def _pool_kernel(
             ).to(tl.float32)
             if POOLING == "max":
                 gathered = tl.maximum(gathered, values, propagate_nan=tl.PropagateNan.ALL)
+            elif POOLING == "weighted_mean":
+                gathered += values * (tokens - start + 1).to(tl.float32)[:, None]
             else:
                 gathered += values
         if POOLING == "max":
@@ -165,18 +172,24 @@ def _pool_kernel(
             pooled = tl.where(broken, float("nan"), tl.max(gathered, 0))
             pooled = tl.where(stop > start, pooled, 0.0)
         else:
-            pooled = tl.sum(gathered, 0) / tl.maximum(stop - start, 1).to(tl.float32)
-    tl.store(rows + sequence.to(tl.int64) * COLUMNS + columns, pooled, mask=within)
+            divisor = tl.maximum(stop - start, 1).to(tl.float32)
+            if POOLING == "mean_sqrt_len":
+                divisor = tl.sqrt_rn(divisor)
+            elif POOLING == "weighted_mean":
+                divisor = divisor * (divisor + 1) / 2
+            pooled = tl.sum(gathered, 0) / divisor
+    tl.store(rows + row.to(tl.int64) * COLUMNS + columns, pooled, mask=within)
 
 
-@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "dimensions", "normalize", "encodings"])
+@triton.jit(do_not_specialize_on_alignment=["starts", "stops", "dimensions", "normalize", "encodings"])
 def _finish_kernel(
-    rows: tl.tensor,  # [sequences or tokens, COLUMNS]
-    cu_seqlens: tl.tensor | None,  # [sequences + 1] where the rows are those of tokens
-    dimensions: tl.tensor,  # [sequences]
+    rows: tl.tensor,  # [rows or tokens, COLUMNS]
+    starts: tl.tensor | None,  # [rows] where what is read are tokens
+    stops: tl.tensor | None,
+    dimensions: tl.tensor,  # [rows]
     normalize: tl.tensor,
     encodings: tl.tensor,
-    finished: tl.tensor,  # uint8 [sequences, FLAG_BYTES + 4 · COLUMNS]
+    finished: tl.tensor,  # uint8 [rows, FLAG_BYTES + 4 · COLUMNS]
     COLUMNS: tl.constexpr,
     POOLING: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -188,30 +201,30 @@ def _finish_kernel(
 ) -> None:
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    sequence = tl.program_id(0).to(tl.int64)
-    num_columns = tl.load(dimensions + sequence)
-    encoding = tl.load(encodings + sequence)
-    normalized = tl.load(normalize + sequence) != 0
+    row = tl.program_id(0).to(tl.int64)
+    num_columns = tl.load(dimensions + row)
+    encoding = tl.load(encodings + row)
+    normalized = tl.load(normalize + row) != 0
     columns = tl.arange(0, BLOCK)
     within = columns < COLUMNS
-    if cu_seqlens is None:
-        row = sequence
+    if starts is None:
+        source = row
         present = within
     else:
-        start = tl.load(cu_seqlens + sequence).to(tl.int64)
-        stop = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
-        row = start if POOLING == "cls" else stop - 1
+        start = tl.load(starts + row).to(tl.int64)
+        stop = tl.load(stops + row).to(tl.int64)
+        source = start if POOLING == "cls" else stop - 1
         present = within & (stop > start)
     if PDL:
         tl.extra.cuda.gdc_wait()
     # The whole row, so that the load is of 16 bytes a thread whatever `dimensions` says.
-    values = tl.load(rows + row * COLUMNS + columns, mask=present, other=0.0).to(tl.float32)
+    values = tl.load(rows + source * COLUMNS + columns, mask=present, other=0.0).to(tl.float32)
     counts = columns < num_columns
     values = tl.where(counts, values, 0.0)
     squared = tl.sum(values * values, 0)
     is_finite = squared < float("inf")  # false for a NaN too
 
-    flag = finished + sequence * (FLAG_BYTES + 4 * COLUMNS)
+    flag = finished + row * (FLAG_BYTES + 4 * COLUMNS)
     # In words of four bytes, the lowest first: the flag and its zeros are one, and so is a float32 column.
     tl.static_assert(FLAG_BYTES == 4)
     tl.store(flag.to(tl.pointer_type(tl.int32), bitcast=True), is_finite.to(tl.int32))

@@ -9,6 +9,7 @@ import torch
 
 from tests.worker.kernels import DEVICE
 from worker.kernels import linear as module
+from worker.kernels.activation import ACTIVATIONS
 from worker.kernels.linear import (
     Tiling,
     linear,
@@ -62,7 +63,7 @@ def test_bias_activation_and_residual_follow_the_product(tiling: Tiling, num_tok
     assert_rounded(y, linear_reference(x, weight, bias, "gelu", residual))
 
 
-@pytest.mark.parametrize("activation", [None, *module.ACTIVATIONS])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_every_activation_is_that_of_torch(activation: str | None) -> None:
     x, weight = random(5, 32, seed=0), random(32, 32, seed=1, scale=0.5)
 

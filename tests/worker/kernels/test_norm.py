@@ -39,6 +39,14 @@ def test_rms_norm_is_that_of_plain_torch(shape: tuple[int, int]) -> None:
 
 
 @shapes
+def test_an_offset_is_added_to_the_weight_before_anything_is_rounded(shape: tuple[int, int]) -> None:
+    # Weights so small that in half precision 1 + weight would be another number.
+    x, weight = random(*shape, seed=0), random(shape[1], seed=1) / 1000
+
+    assert_rounded(rms_norm(x, weight, EPSILON, 1.0), rms_norm_reference(x, weight, EPSILON, 1.0))
+
+
+@shapes
 def test_add_rms_norm_normalises_the_sum_and_returns_it(shape: tuple[int, int]) -> None:
     x, residual, weight = random(*shape, seed=0), random(*shape, seed=1), random(shape[1], seed=2)
 
@@ -63,6 +71,17 @@ def test_add_layer_norm_normalises_the_sum(shape: tuple[int, int]) -> None:
     normed = add_layer_norm(x, residual, weight, bias, EPSILON)
 
     assert_rounded(normed, layer_norm_reference(x.float() + residual.float(), weight, bias, EPSILON))
+
+
+@shapes
+def test_a_layer_norm_without_a_shift_still_subtracts_the_mean(shape: tuple[int, int]) -> None:
+    x, residual, weight = random(*shape, seed=0) + 2, random(*shape, seed=1), random(shape[1], seed=2)
+
+    normed = layer_norm(x, weight, None, EPSILON)
+    of_sum = add_layer_norm(x, residual, weight, None, EPSILON)
+
+    assert_rounded(normed, layer_norm_reference(x, weight, None, EPSILON))
+    assert_rounded(of_sum, layer_norm_reference(x.float() + residual.float(), weight, None, EPSILON))
 
 
 def test_a_large_mean_does_not_spoil_the_variance() -> None:
@@ -92,6 +111,9 @@ def test_norms_of_many_bf16_rows(rows: int, columns: int) -> None:
     assert torch.equal(summed, x + residual)
     assert_rounded(normed, rms_norm_reference(exact, weight, EPSILON))
     assert_rounded(rms_norm(x, weight, EPSILON), rms_norm_reference(x, weight, EPSILON))
-    assert_rounded(
-        add_layer_norm(x, residual, weight, bias, EPSILON), layer_norm_reference(exact, weight, bias, EPSILON)
-    )
+    assert_rounded(rms_norm(x, weight, EPSILON, 1.0), rms_norm_reference(x, weight, EPSILON, 1.0))
+    assert_rounded(layer_norm(x, weight, bias, EPSILON), layer_norm_reference(x, weight, bias, EPSILON))
+    assert_rounded(layer_norm(x, weight, None, EPSILON), layer_norm_reference(x, weight, None, EPSILON))
+    for shift in (bias, None):
+        normed = add_layer_norm(x, residual, weight, shift, EPSILON)
+        assert_rounded(normed, layer_norm_reference(exact, weight, shift, EPSILON))

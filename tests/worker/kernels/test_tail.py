@@ -12,7 +12,7 @@ from tests.worker.kernels import DEVICE
 from worker import pooling as plain
 from worker.checkpoint import Pooling
 from worker.kernels.tail import finish, pool, pool_and_finish
-from worker.pooling import FLAG_BYTES
+from worker.pooling import FLAG_BYTES, Spans
 
 poolings = pytest.mark.parametrize("pooling", get_args(Pooling))
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -26,8 +26,14 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def offsets(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+def spans(*bounds: int) -> Spans:
+    """Of sequences side by side, from one bound to the next."""
+    return ints(*bounds[:-1]), ints(*bounds[1:])
+
+
+def spans_of(*lengths: int) -> Spans:
+    offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+    return offsets[:-1].clone(), offsets[1:].clone()
 
 
 def split(finished: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,29 +55,29 @@ def decode(encoded: torch.Tensor) -> torch.Tensor:
 @poolings
 @pytest.mark.parametrize("lengths", [(1,), (64, 65, 2), (3, 0, 130, 0, 0), (0, 5)])
 def test_pool_is_that_of_plain_torch(lengths: tuple[int, ...], pooling: Pooling) -> None:
-    hidden, cu_seqlens = random(sum(lengths), 80, dtype=torch.float16), offsets(*lengths)
+    hidden, sides = random(sum(lengths), 80, dtype=torch.float16), spans_of(*lengths)
 
-    rows = pool(hidden, cu_seqlens, pooling)
+    rows = pool(hidden, sides, pooling)
 
     assert rows.dtype == torch.float32
-    torch.testing.assert_close(rows, plain.pool(hidden, cu_seqlens, pooling), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rows, plain.pool(hidden, sides, pooling), rtol=1e-5, atol=1e-6)
 
 
 @poolings
 def test_a_sequence_without_tokens_is_a_row_of_zeros(pooling: Pooling) -> None:
     hidden = torch.full((2, 8), torch.nan, device=DEVICE)
 
-    assert pool(hidden, ints(0, 0, 2, 2), pooling)[[0, 2]].tolist() == [[0.0] * 8] * 2
+    assert pool(hidden, spans(0, 0, 2, 2), pooling)[[0, 2]].tolist() == [[0.0] * 8] * 2
 
 
 @poolings
 def test_a_pooled_row_does_not_depend_on_the_sequences_beside_it(pooling: Pooling) -> None:
     hidden = random(140, 72, dtype=torch.float16)
-    alone = pool(hidden[5:135].clone(), ints(0, 130), pooling)
+    alone = pool(hidden[5:135].clone(), spans(0, 130), pooling)
     hidden[:5] = torch.nan
     hidden[135:] = torch.inf
 
-    assert torch.equal(pool(hidden, ints(0, 5, 135, 140), pooling)[1:2], alone)
+    assert torch.equal(pool(hidden, spans(0, 5, 135, 140), pooling)[1:2], alone)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "max"])
@@ -80,7 +86,7 @@ def test_a_nan_in_a_sequence_is_in_its_row(pooling: Pooling, token: int) -> None
     hidden = random(90, 8, dtype=torch.float16)
     hidden[token, 3] = torch.nan
 
-    assert pool(hidden, ints(0, 90), pooling).isnan().nonzero().tolist() == [[0, 3]]
+    assert pool(hidden, spans(0, 90), pooling).isnan().nonzero().tolist() == [[0, 3]]
 
 
 @poolings
@@ -89,11 +95,11 @@ def test_a_nan_in_a_sequence_is_in_its_row(pooling: Pooling, token: int) -> None
     "lengths", [(32768,), (20,) * 200, (1, 0, 500, 3, 8192) + (0,) * 500], ids=["long", "short", "mixed"]
 )
 def test_pool_of_many_bf16_tokens(lengths: tuple[int, ...], columns: int, pooling: Pooling) -> None:
-    hidden, cu_seqlens = random(sum(lengths), columns, dtype=torch.bfloat16), offsets(*lengths)
+    hidden, sides = random(sum(lengths), columns, dtype=torch.bfloat16), spans_of(*lengths)
 
-    rows = pool(hidden, cu_seqlens, pooling)
+    rows = pool(hidden, sides, pooling)
 
-    torch.testing.assert_close(rows, plain.pool(hidden, cu_seqlens, pooling), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rows, plain.pool(hidden, sides, pooling), rtol=1e-4, atol=1e-5)
 
 
 # --- finish ---
@@ -189,15 +195,15 @@ def assert_same(finished: torch.Tensor, expected: torch.Tensor, encodings: torch
 @pytest.mark.parametrize("columns", [32, 100])
 def test_pool_and_finish_is_one_after_the_other(columns: int, pooling: Pooling) -> None:
     hidden = random(90, columns, dtype=torch.float16)
-    cu_seqlens = offsets(1, 2, 4, 0, 70, 1, 6, 6, 0)
+    sides = spans_of(1, 2, 4, 0, 70, 1, 6, 6, 0)
     hidden[[1, 6], 5] = torch.nan  # the second sequence's first token, the third's last
     hidden[77, 20] = torch.inf  # the sixth's only one, in a column that does not count
     dimensions = ints(columns, columns, columns - 3, columns, 13, 13, columns, 9, columns)
     normalize, encodings = ints(1, 0, 1, 1, 0, 1, 0, 1, 0), ints(0, 1, 0, 1, 2, 0, 1, 2, 2)
 
-    finished = pool_and_finish(hidden, cu_seqlens, pooling, dimensions, normalize, encodings)
+    finished = pool_and_finish(hidden, sides, pooling, dimensions, normalize, encodings)
 
-    expected = finish(pool(hidden, cu_seqlens, pooling), dimensions, normalize, encodings)
+    expected = finish(pool(hidden, sides, pooling), dimensions, normalize, encodings)
     assert_same(finished, expected, encodings)
 
 
@@ -207,7 +213,7 @@ def test_only_the_token_that_is_taken_is_encoded(pooling: Pooling, expected: lis
     hidden[0] = torch.tensor([1.0, -1.0, -1.0])
     hidden[3] = torch.tensor([-1.0, -1.0, 1.0])
 
-    finished = pool_and_finish(hidden, ints(0, 4), pooling, ints(3), ints(1), ints(BINARY))
+    finished = pool_and_finish(hidden, spans(0, 4), pooling, ints(3), ints(1), ints(BINARY))
 
     assert finished[0, [0, 1, FLAG_BYTES]].tolist() == expected
 
@@ -216,10 +222,10 @@ def test_only_the_token_that_is_taken_is_encoded(pooling: Pooling, expected: lis
 @pytest.mark.parametrize("columns", [pytest.param(n, marks=gpu) for n in (384, 1024, 2560)])
 def test_pool_and_finish_of_many_bf16_tokens(columns: int, pooling: Pooling) -> None:
     numbers = torch.arange(600, dtype=torch.int32, device=DEVICE)
-    cu_seqlens = offsets(*(number % 9 for number in range(600)))
-    hidden = random(int(cu_seqlens[-1]), columns, dtype=torch.bfloat16)
+    sides = spans_of(*(number % 9 for number in range(600)))
+    hidden = random(int(sides[1][-1]), columns, dtype=torch.bfloat16)
     arguments = 1 + numbers * 7 % columns, numbers // 3 % 2, numbers % 3
 
-    finished = pool_and_finish(hidden, cu_seqlens, pooling, *arguments)
+    finished = pool_and_finish(hidden, sides, pooling, *arguments)
 
-    assert_same(finished, finish(pool(hidden, cu_seqlens, pooling), *arguments), arguments[2])
+    assert_same(finished, finish(pool(hidden, sides, pooling), *arguments), arguments[2])
