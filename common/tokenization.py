@@ -1,19 +1,24 @@
 """Text to token ids, exactly as the checkpoint's own tokenizer.json and prompts say.
 
-Used by the gateway and by anything that embeds without one. Three rules that the `tokenizers` library does not keep
-by itself:
+Used by the gateway and by anything that embeds without one. `TextReader` is one tokenizer.json; `Tokenizer` makes of it
+what the embedding routes need, `common/pairs.py` a query with its documents, `common/chunks.py` a document in chunks.
+Four rules that the `tokenizers` library does not keep by itself:
 
 - The file's own truncation and padding are switched off. (all-MiniLM-L6-v2's file pads every text to 128 tokens and
   cuts at 128, where its model takes 256.) Truncation happens here, a call at a time: the library keeps it as state of
   the shared object, and silently ignores a limit below the number of special tokens.
 - Only as much of an over-long text is tokenized as can matter (see `_relevant_part`).
 - Its panics are BaseExceptions: they are caught here and raised as our own bug, for one request alone.
+- Whether text that spells a special token is that token is settled when a reader is made: the library has a switch
+  for it, which is state of the shared object, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,6 +46,9 @@ _GROWTH = 4
 # A part must hold so many tokens more than are kept: those beside its cut may differ from the whole text's.
 _MARGIN_TOKENS = 128  # a word of more than 100 characters is one [UNK] in WordPiece; cut in two, up to 100 tokens
 
+# Texts that any tokenizer in use makes a token of: with them it shows where it puts special tokens.
+_PROBES = ("a", "0", ".")
+
 
 @dataclass(frozen=True, slots=True)
 class TruncationRule:
@@ -50,26 +58,162 @@ class TruncationRule:
     direction: Direction = "right"  # which end is cut off
 
 
-class Tokenizer:
-    """Encodes text for one model. Thread-safe: nothing in it changes after construction.
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """A text's own tokens, without special ones around it."""
+
+    ids: TokenIds  # [tokens]
+    whole: bool  # false: they are a part's, since the text is over-long; they reach as far as was asked for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """The special tokens that the tokenizer's own post-processor puts around one text, or around a pair of texts."""
+
+    parts: tuple[TokenIds, ...]  # before the first text, after it, ... after the last one
+    type_ids: tuple[TokenIds, ...]  # of a part, a text's (one entry), a part, ...: always an odd number
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.parts))
+
+
+class TextReader:
+    """One tokenizer.json, ready to read texts. Thread-safe: nothing in it changes after construction.
+
+    With `reserved` None, text that spells a special token is that token: what the checkpoint's tokenizer makes of it.
+    Else it is text, and so is text that spells any added token which occurs in `reserved`: a template's own words.
+    Added tokens beside these (Gemma has one for every run of line breaks) are how the model reads plain text.
 
     Raises:
-        OSError, ValueError: `path` cannot be read, or is not what `facts` were told of.
+        OSError, ValueError: the file cannot be read, or is not what `facts` were told of.
     """
 
-    def __init__(self, facts: ModelFacts) -> None:
-        path = Path(facts.folder) / "tokenizer.json"
-        content = path.read_bytes()
+    def __init__(self, facts: ModelFacts, *, reserved: str | None = None) -> None:
+        content = (Path(facts.folder) / "tokenizer.json").read_bytes()
         if hashlib.sha256(content).hexdigest() != facts.tokenizer_sha256:
             raise ValueError("tokenizer.json is not the file that the worker read: restart the workers")
-        self._tokenizer = load_tokenizer(content)
+        self._tokenizer = load_tokenizer(content, reserved=reserved)
         if facts.lower_case:
             # Before the file's own normalizer, as sentence-transformers does; a special token in a text stays one.
             own = self._tokenizer.normalizer
             self._tokenizer.normalizer = Sequence([Lowercase(), own]) if own is not None else Lowercase()
-        self._num_special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        self._max_tokens = facts.max_tokens
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token.content: number for number, token in added.items()}
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+
+    @property
+    def num_special_tokens(self) -> int:
+        """How many special tokens stand around a single text."""
+        number: int = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        return number
+
+    def encode(self, texts: list[str], *, special_tokens: bool = True) -> list[Encoding]:
+        """The library's encoding of each whole text.
+
+        Raises:
+            InternalError: the tokenizer itself failed.
+        """
+        with _failures_as_errors():
+            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
+
+    def encode_cut(self, text: str, direction: Direction, num_tokens: int) -> list[int]:
+        """The ids of a text cut to its first (or last) `num_tokens` tokens, special tokens around them."""
+        encoding, _ = self._encode_relevant_part(text, direction, num_tokens)
+        encoding.truncate(num_tokens, direction=direction)
+        ids: list[int] = self._tokenizer.post_process(encoding).ids
+        return ids
+
+    def read(self, texts: list[str], truncation: TruncationRule, num_tokens: int) -> list[Content]:
+        """Each text's own tokens; of an over-long one that may be cut, its first (or last) `num_tokens` and some more.
+
+        Raises:
+            InternalError: the tokenizer itself failed.
+        """
+        limit_chars = self.limit_chars(truncation)
+        encodings = iter(self.encode([text for text in texts if len(text) <= limit_chars], special_tokens=False))
+        contents: list[Content] = []
+        for text in texts:
+            if len(text) <= limit_chars:
+                encoding, whole = next(encodings), True
+            else:
+                encoding, whole = self._encode_relevant_part(text, truncation.direction, num_tokens)
+            contents.append(Content(np.array(encoding.ids, dtype=np.int32), whole))
+        return contents
+
+    def limit_chars(self, truncation: TruncationRule) -> int:
+        """From how many characters on a text is over-long: refused unread, or read in part where it may be cut."""
+        return (_FIRST_CHARS_PER_TOKEN if truncation.allowed else MAX_CHARS_PER_TOKEN) * self._max_tokens
+
+    def ids(self, text: str) -> TokenIds:
+        """A whole text's own tokens."""
+        return np.array(self.encode([text], special_tokens=False)[0].ids, dtype=np.int32)
+
+    def frame(self, num_texts: Literal[1, 2]) -> Frame:
+        """Where special tokens stand around a text or a pair, as a probe shows; they never depend on the text.
+
+        Raises:
+            ValueError: the texts do not follow each other, each once, or the tokenizer makes no token of any probe.
+        """
+        encoding = self._probe(num_texts)
+        ids, type_ids, origins = encoding.ids, encoding.type_ids, encoding.sequence_ids
+        parts, types, stop = [], [], 0
+        for text in range(num_texts):
+            num_tokens = origins.count(text)
+            start = origins.index(text) if num_tokens else 0
+            if not num_tokens or start < stop or origins[start : start + num_tokens] != [text] * num_tokens:
+                raise ValueError("tokenizer.json: its post-processor does not keep texts whole and in their order")
+            parts.append(ids[stop:start])
+            types += [type_ids[stop:start], type_ids[start : start + 1]]
+            stop = start + num_tokens
+        parts.append(ids[stop:])
+        types.append(type_ids[stop:])
+        return Frame(
+            tuple(np.array(part, dtype=np.int32) for part in parts),
+            tuple(np.array(row, dtype=np.int32) for row in types),
+        )
+
+    def _probe(self, num_texts: int) -> Encoding:
+        for probe in _PROBES:
+            try:
+                with _failures_as_errors():
+                    # Not `encode_batch_fast`: without a template for pairs in the file it calls both texts type 0.
+                    encoding = self._tokenizer.encode(probe, probe if num_texts == 2 else None)
+            except InternalError:
+                continue  # a vocabulary without this word and without a token for unknown ones
+            if 0 in encoding.sequence_ids:
+                return encoding
+        raise ValueError("tokenizer.json: no token comes of plain letters, digits and dots")
+
+    def _encode_relevant_part(self, text: str, direction: Direction, room: int) -> tuple[Encoding, bool]:
+        """An encoding whose first (or last) `room` tokens are those of the whole text, and whether it is all of it.
+
+        The part is cut at white space, where every pre-tokenizer in use splits, so that its words are the text's
+        words; more of the text is taken while the part holds too few tokens. A long run without white space is cut
+        anywhere: what that changes lies beside the cut, in the margin.
+        """
+        num_chars = _FIRST_CHARS_PER_TOKEN * self._max_tokens
+        while True:
+            part = _relevant_part(text, direction, num_chars)
+            encoding = self.encode([part], special_tokens=False)[0]
+            if len(encoding.ids) >= room + _MARGIN_TOKENS or len(part) == len(text):
+                return encoding, len(part) == len(text)
+            num_chars *= _GROWTH
+
+
+class Tokenizer:
+    """Encodes text for one model. Thread-safe: nothing in it changes after construction.
+
+    Raises:
+        OSError, ValueError: tokenizer.json cannot be read, or is not what `facts` were told of.
+    """
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self.reader = TextReader(facts)
         self._max_tokens = facts.max_tokens
         self._vocab_size = facts.vocab_size
+        self._num_special = self.reader.num_special_tokens
         if self._num_special >= self._max_tokens:
             raise ValueError(f"the model takes {self._max_tokens} tokens; special tokens alone fill that")
 
@@ -82,22 +226,23 @@ class Tokenizer:
             InvalidRequest: empty_input, context_length_exceeded or input_too_long, naming the text.
             InternalError: the tokenizer itself failed.
         """
-        limit_chars = (_FIRST_CHARS_PER_TOKEN if truncation.allowed else MAX_CHARS_PER_TOKEN) * self._max_tokens
+        room = self._max_tokens - self._num_special
+        limit_chars = self.reader.limit_chars(truncation)
         whole = [text if len(text) <= limit_chars else None for text in texts]
         if not truncation.allowed and None in whole:
             offset = whole.index(None)
-            raise _input_too_long(_input_name(first_index, offset), len(texts[offset]), limit_chars)
-        encodings = iter(self._encode_batch([text for text in whole if text is not None]))
+            raise input_too_long(_input_name(first_index, offset), len(texts[offset]), limit_chars)
+        encodings = iter(self.reader.encode([text for text in whole if text is not None]))
         rows: list[TokenIds] = []
         for offset, text in enumerate(texts):
             if whole[offset] is None:
-                ids = self._encode_over_long(text, truncation.direction)
+                ids = self.reader.encode_cut(text, truncation.direction, room)
             else:
                 ids = next(encodings).ids
                 if len(ids) > self._max_tokens:
                     if not truncation.allowed:
-                        raise _context_length_exceeded(_input_name(first_index, offset), len(ids), self._max_tokens)
-                    ids = self._encode_over_long(text, truncation.direction)
+                        raise context_length_exceeded(_input_name(first_index, offset), len(ids), self._max_tokens)
+                    ids = self.reader.encode_cut(text, truncation.direction, room)
             if not ids:
                 name = _input_name(first_index, offset)
                 raise InvalidRequest(
@@ -108,6 +253,19 @@ class Tokenizer:
             assert len(ids) <= self._max_tokens, "truncation left too many tokens: this is a bug"
             rows.append(np.array(ids, dtype=np.int32))
         return rows
+
+    def prompt_length(self, prompt: str) -> int:
+        """How many of the first tokens of `prompt` + text are left out where a pooling leaves out the prompt.
+
+        They are counted as sentence-transformers does: the prompt is tokenized alone, and a special token at its end is
+        not its own. (A token in which the prompt's end and the text's beginning merge is therefore the prompt's.)
+
+        Source: sentence-transformers, base/modules/transformer.py, Transformer._get_prompt_length.
+        """
+        if not prompt:
+            return 0
+        ids = self.reader.encode_cut(prompt, "right", self._max_tokens - self._num_special)
+        return len(ids) - (len(ids) > 0 and ids[-1] in self.reader.special_ids)
 
     def check_ids(self, ids: list[object], truncation: TruncationRule, index: int | None) -> TokenIds:
         """Token ids that a client sent, as they are: nothing is added, nothing decoded.
@@ -122,7 +280,7 @@ class Tokenizer:
             raise InvalidRequest(f"{name} is an empty list of token ids.", param=name, code="empty_input")
         if len(ids) > self._max_tokens:
             if not truncation.allowed:
-                raise _context_length_exceeded(name, len(ids), self._max_tokens)
+                raise context_length_exceeded(name, len(ids), self._max_tokens)
             kept = self._max_tokens
             ids = ids[:kept] if truncation.direction == "right" else ids[-kept:]
         if not self._all_in_vocabulary(ids):
@@ -153,45 +311,31 @@ class Tokenizer:
                 )
         raise AssertionError("called for a list that is all right: this is a bug")
 
-    def _encode_over_long(self, text: str, direction: Direction) -> list[int]:
-        """The ids of a text that may not fit: its content cut, the special tokens kept."""
-        room = self._max_tokens - self._num_special
-        encoding = self._encode_relevant_part(text, direction, room)
-        encoding.truncate(room, direction=direction)
-        ids: list[int] = self._tokenizer.post_process(encoding).ids
-        return ids
 
-    def _encode_relevant_part(self, text: str, direction: Direction, room: int) -> Encoding:
-        """An encoding whose first (or last) `room` tokens are those of the whole text.
-
-        The part is cut at white space, where every pre-tokenizer in use splits, so that its words are the text's
-        words; more of the text is taken while the part holds too few tokens. A long run without white space is cut
-        anywhere: what that changes lies beside the cut, in the margin.
-        """
-        num_chars = _FIRST_CHARS_PER_TOKEN * self._max_tokens
-        while True:
-            part = _relevant_part(text, direction, num_chars)
-            encoding = self._encode_batch([part], special_tokens=False)[0]
-            if len(encoding.ids) >= room + _MARGIN_TOKENS or len(part) == len(text):
-                return encoding
-            num_chars *= _GROWTH
-
-    def _encode_batch(self, texts: list[str], *, special_tokens: bool = True) -> list[Encoding]:
-        try:
-            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
-        except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
-            raise
-        except BaseException as error:
-            # A Rust panic is no Exception; uncaught it would end the connection without an answer.
-            raise InternalError("The tokenizer failed on this input.") from error
-
-
-def load_tokenizer(content: bytes) -> _RustTokenizer:
-    """A tokenizer.json's tokenizer, its own truncation and padding off."""
+def load_tokenizer(content: bytes, *, reserved: str | None = None) -> _RustTokenizer:
+    """A tokenizer.json's tokenizer, its own truncation and padding off; for `reserved` see `TextReader`."""
     tokenizer = _RustTokenizer.from_buffer(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if reserved is not None:
+        tokens = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content in reserved]
+        for token in tokens:
+            token.special = True
+        tokenizer.add_special_tokens(tokens)  # they keep their ids
+        # It switches off their matching in texts alone: the post-processor puts them around as before.
+        tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+@contextmanager
+def _failures_as_errors() -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        # A Rust panic is no Exception; uncaught it would end the connection without an answer.
+        raise InternalError("The tokenizer failed on this input.") from error
 
 
 def _relevant_part(text: str, direction: Direction, num_chars: int) -> str:
@@ -214,17 +358,23 @@ def _input_name(first_index: int | None, offset: int) -> str:
     return "input" if first_index is None else f"input[{first_index + offset}]"
 
 
-def _context_length_exceeded(name: str, num_tokens: int, limit: int) -> InvalidRequest:
+def context_length_exceeded(
+    name: str, num_tokens: int, limit: int, *, included: str = "", can_cut: bool = True
+) -> InvalidRequest:
+    """The error of a text that has too many tokens; `included` says what of them is not the text's own."""
     return InvalidRequest(
-        f"{name} has {num_tokens} tokens; this model takes at most {limit}. Shorten it, or send truncate: true.",
+        f"{name} has {num_tokens} tokens{included and f', {included} included'}; this model takes at most {limit}. "
+        f"Shorten it{', or send truncate: true' if can_cut else ''}.",
         param=name,
         code="context_length_exceeded",
     )
 
 
-def _input_too_long(name: str, num_chars: int, limit: int) -> InvalidRequest:
+def input_too_long(name: str, num_chars: int, limit: int, *, can_cut: bool = True) -> InvalidRequest:
+    """The error of a text that is over-long whatever it says."""
     return InvalidRequest(
-        f"{name} has {num_chars} characters; at most {limit} are read. Shorten it, or send truncate: true.",
+        f"{name} has {num_chars} characters; at most {limit} are read. "
+        f"Shorten it{', or send truncate: true' if can_cut else ''}.",
         param=name,
         code="input_too_long",
     )

@@ -39,6 +39,7 @@ def word_tokenizer() -> RustTokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
     return tokenizer
 
 
@@ -170,6 +171,24 @@ def test_a_panic_is_an_error_of_this_request_alone(tmp_path: Path) -> None:
     with pytest.raises(InternalError):
         tokenizer.encode(["b"], REFUSE)
     assert encode(tokenizer, "a") == [0]
+
+
+# --- prompts that are left out of a pooling ---
+
+
+def test_a_prompts_length_counts_the_special_token_before_it_and_not_the_one_after(tokenizer: Tokenizer) -> None:
+    assert tokenizer.prompt_length("w0 w1") == 3
+    assert tokenizer.prompt_length("w0 w1: ") == 3
+    assert tokenizer.prompt_length("") == 0
+
+
+def test_a_prompts_length_is_at_most_what_the_model_takes(tokenizer: Tokenizer) -> None:
+    assert tokenizer.prompt_length(words(*range(40))) == 7
+
+
+def test_a_prompts_length_where_a_tokenizer_adds_no_token(byte_level: tuple[Tokenizer, RustTokenizer]) -> None:
+    tokenizer, rust = byte_level
+    assert tokenizer.prompt_length("the fox: ") == len(rust.encode("the fox: ").ids)
 
 
 # --- token ids ---
