@@ -349,7 +349,7 @@ def _run(model: str, shapes: list[Shape], num_batches: int, mixed_s: float, cach
     peer = None
     if config is not None:
         dtype = getattr(torch, facts.dtype)
-        peer = PlainQwen3(checkpoint.folder, config, checkpoint.pooling, torch.device(facts.device), dtype)
+        peer = PlainQwen3(checkpoint.folder, config, checkpoint.poolings[0], torch.device(facts.device), dtype)
     result["steps"] = _step_table(
         shapes, variants, graphs.engine if graphs is not None else None, peer, Costs.read(checkpoint, config), facts
     )

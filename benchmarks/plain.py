@@ -19,8 +19,8 @@ from torch.nn.functional import embedding, linear, normalize, scaled_dot_product
 
 if TYPE_CHECKING:
     from common.protocol import Batch
-    from worker.checkpoint import Pooling
     from worker.models.qwen3 import Qwen3Config
+    from worker.modules import Pooling
 
 Rows = npt.NDArray[np.float32]
 Read = Callable[[], Rows]  # waits for the rows of a step that was launched
@@ -45,7 +45,7 @@ class PlainQwen3:
                 for name in file.keys():  # noqa: SIM118  # no mapping
                     self._weights[name.removeprefix("model.")] = file.get_tensor(name).to(device, dtype)
         exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
-        self._frequencies = config.rope_theta**-exponents
+        self._frequencies = config.rope.theta**-exponents
 
     @torch.inference_mode()
     def __call__(self, token_ids: torch.Tensor, *, reference: bool = False) -> torch.Tensor:

@@ -24,6 +24,15 @@ def _option(default: object, help_text: str, *, choices: tuple[str, ...] | None 
     return field(default=default, metadata={"help": help_text, "choices": choices})
 
 
+def _task_option() -> Any:  # noqa: ANN401  # a field of a dataclass
+    return _option(
+        "auto",
+        "what the model is for; score: a Qwen3-Reranker, whose files do not say that it scores; sparse: a masked "
+        "language model, whose files do not say that it is a SPLADE",
+        choices=("auto", "embed", "score", "sparse"),
+    )
+
+
 @dataclass(frozen=True)  # without slots, since ServeConfig has several of these as bases
 class ProcessConfig:
     """What every process needs."""
@@ -80,6 +89,7 @@ class SchedulerConfig(ProcessConfig):
 class WorkerConfig(ProcessConfig):
     model: str = _option(DEFAULT_MODEL, "a folder, a hub id, or a model that an installed package carries")
     served_model_name: str = _option("", "the name that clients use; default: taken from the model")
+    task: str = _task_option()
     device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = _option("auto", "what it computes in", choices=("auto", "float32", "bfloat16", "float16"))
     max_batch_tokens: str = _option("auto", "tokens one step should not exceed: a number, or auto")
@@ -136,14 +146,24 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
             _number_or_auto(name, str(getattr(self, name)))
 
 
+@dataclass(frozen=True)
+class InspectConfig:
+    """`hedgerow inspect`: which model, and in what form it is described."""
+
+    model: str = _option(DEFAULT_MODEL, "a folder, a hub id that is in the local cache, or a packaged model")
+    task: str = _task_option()
+    json: bool = _option(False, "print one JSON object instead of text")
+
+
 Config = TypeVar("Config", bound=ProcessConfig)
+_AnyConfig = TypeVar("_AnyConfig", bound=ProcessConfig | InspectConfig)
 
 
-def load(config_class: type[Config], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Config:
+def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> _AnyConfig:
     """The configuration that flags, then environment, then defaults give.
 
-    A wrong flag or value ends the process with a message that names it (argparse's exit status 2). `serve` also
-    takes the model as its one positional argument.
+    A wrong flag or value ends the process with a message that names it (argparse's exit status 2). `serve` and
+    `inspect` also take the model as their one positional argument.
     """
     environ = os.environ if environ is None else environ
     parser = argparse.ArgumentParser(
@@ -151,7 +171,7 @@ def load(config_class: type[Config], argv: Sequence[str], environ: Mapping[str, 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    if config_class is ServeConfig:
+    if config_class in (ServeConfig, InspectConfig):
         parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
     hints = get_type_hints(config_class)
     for item in fields(config_class):

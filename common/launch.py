@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from common import config as configuration
 from common import log, metrics
-from common.config import Config, ServeConfig
+from common.config import Config, InspectConfig, ServeConfig
 from common.models import ModelNotFound, find_model
 from common.transport import AddressInUse, Lock, address, prepare_run_dir
 
@@ -46,6 +46,7 @@ _STOP_MARGIN_S = 5
 _USAGE = """usage: hedgerow COMMAND [flags]
 
   serve [MODEL]   the whole suite on this host, under supervisord
+  inspect [MODEL] what is understood of a model's folder, and whether it can be served
   gateway         one HTTP gateway
   scheduler       the scheduler
   worker          one worker
@@ -76,6 +77,8 @@ def main() -> int:
     command, *flags = sys.argv[1:] or ["--help"]
     if command == "serve":
         return _serve(flags)
+    if command == "inspect":
+        return _inspect(flags)
     if command in {"gateway", "scheduler", "worker"}:
         sys.argv = [f"hedgerow {command}", *flags]
         runpy.run_module(command, run_name="__main__")  # ends with run_process
@@ -83,6 +86,20 @@ def main() -> int:
     wanted_help = command in {"--help", "-h", "help"}
     (sys.stdout if wanted_help else sys.stderr).write(_USAGE + "\n")
     return 0 if wanted_help else EX_USAGE
+
+
+def _inspect(flags: list[str]) -> int:
+    """Returns only when the model is not found."""
+    config = configuration.load(InspectConfig, flags)
+    os.environ.update(HF_HUB_OFFLINE="1")  # the hub's own switch: looking at a model downloads nothing
+    try:
+        model = find_model(config.model)
+    except ModelNotFound as error:
+        sys.stderr.write(f"hedgerow inspect: {error} What is not on this disk is not inspected.\n")
+        return EX_FAILURE
+    sys.argv = ["hedgerow inspect", model.name, str(model.path), config.task, "json" if config.json else "text"]
+    runpy.run_module("worker.inspection", run_name="__main__")  # ends with an exit status
+    raise AssertionError("an inspection has returned without an exit status")
 
 
 # --- one process ---
@@ -218,7 +235,7 @@ def _serve(flags: list[str]) -> int:
     config = configuration.load(ServeConfig, flags)
     try:
         model = find_model(config.model)
-        _check_model(model.path)
+        _check_model(model.path, config.task)
         prepare_run_dir(config.run_dir)
         address(config.run_dir, "gateways")
         Lock(config.run_dir, "scheduler").close()
@@ -250,10 +267,10 @@ def _serve(flags: list[str]) -> int:
     return os.execv(sys.executable, supervisord)
 
 
-def _check_model(folder: Path) -> None:
+def _check_model(folder: Path, task: str) -> None:
     """Raises StartRefused for what the worker would refuse in the folder's JSON; it would be tried again for ever."""
     # In a process of its own, since the worker's package is not imported here; -P: nor what the current folder holds.
-    command = [sys.executable, "-P", "-m", "worker.checkpoint", str(folder)]
+    command = [sys.executable, "-P", "-m", "worker.checkpoint", str(folder), task]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     if checked.returncode == EX_CONFIG:
         raise _ModelRefused(checked.stderr.strip())

@@ -394,9 +394,10 @@ def row_bytes(encoding: int, dimensions: int) -> int:
     return dimensions if encoding == INT8 else (dimensions + 7) // 8
 
 
-def max_rows(dimensions: int) -> int:
-    """The most rows of one batch, so that its result fits into a frame whatever their (dense) encoding."""
-    return max(1, min(MAX_ROWS, MAX_FRAME_BYTES // row_bytes(FLOAT32, dimensions)))
+def max_rows(facts: ModelFacts) -> int:
+    """The most rows of one batch, so that its result fits into a frame whatever their encoding and their numbers."""
+    widest = 4 + 8 * facts.dimensions if "sparse" in facts.encodings else row_bytes(FLOAT32, facts.dimensions)
+    return max(1, min(MAX_ROWS, MAX_FRAME_BYTES // widest))
 
 
 def sparse_bytes(rows: npt.NDArray[np.uint8]) -> int:

@@ -19,11 +19,8 @@ from pathlib import Path
 import zmq
 
 from common.errors import ProtocolError, VersionMismatch
-from common.protocol import Message, decode, encode
+from common.protocol import MAX_FRAME_BYTES, Message, decode, encode
 
-# A frame above this is no message of ours. Not flow control: an unfinished multipart message counts against nothing,
-# which is why only this user may connect at all.
-_MAX_FRAME_BYTES = 64 * 1024 * 1024
 _HIGH_WATER_MARK = 4096  # messages; a backstop behind the credits, never 0, which means unlimited
 
 
@@ -222,7 +219,9 @@ def _set_common_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+    # Not flow control: an unfinished multipart message counts against nothing, which is why only this user may connect
+    # at all.
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     # The default of 30 s lets half-open connections fill the file table.
     socket.setsockopt(zmq.HANDSHAKE_IVL, 1000)
     # Sees a frozen process (not a hung Python: libzmq's own thread answers these).

@@ -1,9 +1,9 @@
 """The gateway: routes, what is true of every answer, start and stop.
 
-A request goes one way: `_handle` (id, key, route) → a route's handler → `openai.parse` → `Encoder.encode` →
-`SchedulerClient.submit` → `openai.render` → back through `_handle`, which turns whatever was raised into the error
-body and puts the headers on. aiohttp's own router and middlewares are left out: with a dozen fixed paths a dictionary
-is enough, and at thousands of requests a second they cost as much as everything here together.
+A request goes one way: `_handle` (id, key, route) → a route's handler → a dialect's `parse` → `Encoder` →
+`SchedulerClient.submit` → the dialect's `render` → back through `_handle`, which turns whatever was raised into the
+error body and puts the headers on. aiohttp's own router and middlewares are left out: with a few fixed paths a
+dictionary is enough, and at thousands of requests a second they cost as much as everything here together.
 
 Stopping: readiness goes off and nothing more is accepted, but what has arrived, or arrives on a connection that is
 already open, is answered, with `Connection: close`.
@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol, TypeVar
 from urllib.parse import unquote
 
+import numpy as np
 from aiohttp import web
 
 from common import metrics as metrics_module
@@ -37,6 +40,8 @@ from common.errors import (
     TooLarge,
 )
 from common.metrics import Metrics
+from common.protocol import ModelFacts
+from common.tokenization import TokenIds
 from common.transport import now_ns
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import KeyCheck
@@ -44,16 +49,21 @@ from gateway.body import BadRequest, read_body
 from gateway.client import Embedded, Options, Readiness, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
 from gateway.http import HttpLimits, Server
-from gateway.routes import openai, operations
+from gateway.routes import contextual, openai, operations, rerank
 
 logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 64  # descriptors for everything that is no client's connection
 _PARSE_ON_LOOP = 262_144  # bytes of a body; larger ones are parsed on a thread
-_RENDER_ON_LOOP = 65_536  # values of an answer; more are rendered on a thread
+_RENDER_ON_LOOP = 65_536  # values, or characters of documents, of an answer; more are rendered on a thread
 
 _OCTETS = "application/octet-stream"
 _MODELS_PATH = "/v1/models"
+
+# How a failure names a sequence: its place among those that were submitted.
+_SEQUENCE = re.compile(r"input\[(\d+)\]")
+
+T = TypeVar("T")
 
 
 class Call:
@@ -91,6 +101,19 @@ class Call:
 Handler = Callable[[Call], Awaitable[web.Response]]
 
 
+class _Asked(Protocol):
+    """What any dialect's request says of the rows that it wants."""
+
+    @property
+    def dimensions(self) -> int: ...
+    @property
+    def normalize(self) -> bool: ...
+    @property
+    def encoding(self) -> str: ...
+    @property
+    def lane(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Route:
     pattern: str  # the metrics' label
@@ -124,8 +147,14 @@ class Gateway:
         self._draining = False
         self._created_s = int(time.time())
         get = ("GET", "HEAD")
+        answers: dict[str, Handler] = {
+            openai.PATH: self._embed,
+            contextual.PATH: self._embed_in_context,
+            **dict.fromkeys(rerank.RERANK_PATHS, self._rerank),
+            **dict.fromkeys(rerank.SCORE_PATHS, self._score),
+        }
         self._routes = {
-            openai.PATH: _Route(openai.PATH, ("POST",), self._embeddings),
+            **{path: _Route(path, ("POST",), partial(self._admitted, answer)) for path, answer in answers.items()},
             "/health": _Route("/health", get, self._health),
             "/ready": _Route("/ready", get, self._ready),
             "/info": _Route("/info", get, self._info),
@@ -225,96 +254,196 @@ class Gateway:
     def _count(self, pattern: str, status: int) -> None:
         self._metrics.requests.labels(pattern, status).inc()
 
-    # --- embeddings ---
+    # --- what a model answers ---
 
-    async def _embeddings(self, call: Call) -> web.Response:
+    async def _admitted(self, answer: Handler, call: Call) -> web.Response:
         if self._num_running >= self._config.max_concurrent_requests:
             raise Overloaded(
                 "This gateway holds as many requests as it may. Try again a little later.", retry_after_s=1
             )
         self._num_running += 1
         try:
-            return await self._embed(call)
+            return await answer(call)
         finally:
             self._num_running -= 1
 
     async def _embed(self, call: Call) -> web.Response:
+        config = self._config
+        model, asked = await self._read(
+            call, partial(openai.parse, max_inputs=config.max_inputs, auto_truncate=config.auto_truncate)
+        )
+        sequences, spans = await self._in_time(call, self._sequences(model, asked))
+        num_tokens = sum(map(len, sequences))
+        try:
+            embedded = await self._submit(call, model, asked, sequences, spans=spans)
+            rows = embedded.rows
+            if _OCTETS in call.request.headers.get("Accept", ""):
+                headers = {
+                    "Content-Type": _OCTETS,
+                    "X-Embedding-Shape": f"{rows.shape[0]},{rows.shape[1]}",
+                    "X-Embedding-Dtype": rows.dtype.name,
+                }
+                response = web.Response(body=openai.render_raw(rows, asked.encoding_format), headers=headers)
+            else:
+                render = partial(openai.render, rows, asked.encoding_format, model.facts.name, num_tokens)
+                response = await self._render(call, render, rows.size)
+        except ServiceError as error:
+            if asked.lone and error.param == "input[0]":
+                error.param = "input"
+            raise
+        self._count_inputs(len(sequences), num_tokens)
+        return response
+
+    async def _sequences(
+        self, model: Model, asked: openai.EmbeddingRequest
+    ) -> tuple[list[TokenIds], list[TokenIds] | None]:
+        """The sequences of a request, and the span of each that is pooled where that is not the whole."""
+        max_tokens = self._config.max_request_tokens
+        if not asked.texts:
+            sequences = await self._encoder.check(
+                model, asked.token_ids, truncation=asked.truncation, lone=asked.lone, max_tokens=max_tokens
+            )
+            return sequences, None
+        sequences = await self._encoder.encode(
+            model,
+            asked.texts,
+            prompt=asked.prompt,
+            truncation=asked.truncation,
+            lone=asked.lone,
+            max_tokens=max_tokens,
+        )
+        return sequences, await self._encoder.spans_after(model, asked.prompt, sequences, lone=asked.lone)
+
+    async def _embed_in_context(self, call: Call) -> web.Response:
+        model, asked = await self._read(call, contextual.parse)
+        assert model.chunks is not None, "no other model passes `parse`"
+        max_tokens = min(self._config.max_request_tokens, contextual.MAX_TOKENS)
+        documents = await self._in_time(
+            call, self._encoder.encode_documents(model.chunks, asked.documents, max_tokens=max_tokens)
+        )
+        sequences = [document.ids for document in documents]
+        num_tokens = sum(map(len, sequences))
+        embedded = await self._submit(call, model, asked, sequences, spans=[document.spans for document in documents])
+        render = partial(contextual.render, embedded.rows, asked, model.facts.name, num_tokens)
+        response = await self._render(call, render, embedded.rows.size)
+        self._count_inputs(len(embedded.rows), num_tokens)
+        return response
+
+    async def _rerank(self, call: Call) -> web.Response:
+        model, asked = await self._read(call, partial(rerank.parse_rerank, max_inputs=self._config.max_inputs))
+        logits, num_tokens = await self._logits(call, model, asked.pairs)
+        render = partial(
+            rerank.render_rerank, logits, asked, model.facts, request_id=call.request_id, num_tokens=num_tokens
+        )
+        num_chars = sum(map(len, asked.pairs.documents)) if asked.return_documents else 0
+        return await self._render(call, render, num_chars)
+
+    async def _score(self, call: Call) -> web.Response:
+        config = self._config
+        model, asked = await self._read(
+            call, partial(rerank.parse_score, max_inputs=config.max_inputs, auto_truncate=config.auto_truncate)
+        )
+        logits, num_tokens = await self._logits(call, model, asked)
+        render = partial(
+            rerank.render_score, logits, asked, model.facts, request_id=call.request_id, num_tokens=num_tokens
+        )
+        return await self._render(call, render, len(logits))
+
+    async def _logits(self, call: Call, model: Model, asked: rerank.PairsRequest) -> tuple[rerank.Logits, int]:
+        """What the model makes of each pair, and how many tokens it ran for that."""
+        assert model.pairs is not None, "a model that scores takes pairs"
+        pairs = await self._in_time(
+            call,
+            self._encoder.encode_pairs(
+                model.pairs,
+                asked.queries,
+                asked.documents,
+                truncation=asked.truncation,
+                instruction=asked.instruction,
+                max_document_tokens=asked.max_document_tokens,
+                names=asked.names,
+                max_tokens=self._config.max_request_tokens,
+            ),
+        )
+        type_starts = pairs.type_starts if model.facts.has_token_types else None
+        try:
+            embedded = await self._submit(call, model, asked, pairs.sequences, type_starts=type_starts)
+        except ServiceError as error:
+            sequence = _SEQUENCE.fullmatch(error.param or "")
+            if sequence is not None:
+                error.param = asked.names.document(pairs.first_pairs[int(sequence[1])])
+            raise
+        num_tokens = sum(map(len, pairs.sequences))
+        self._count_inputs(len(pairs.places), num_tokens)
+        return np.asarray(embedded.rows[pairs.places, 0], dtype=np.float32), num_tokens
+
+    # --- its steps ---
+
+    async def _read(self, call: Call, parse: Callable[[bytes, ModelFacts], T]) -> tuple[Model, T]:
+        """The model that is served, and what `parse` makes of the body."""
         config = self._config
         call.deadline_ns = self._deadline_ns(call)
         timeout_s = min(config.body_timeout_s, (call.deadline_ns - now_ns()) / 1e9)
         body = await read_body(call.request, config.max_body_bytes, timeout_s)
         model = await self._encoder.wait_for_model(call.deadline_ns)
         begin = now_ns()
-        parse = partial(
-            openai.parse, body, model.facts, max_inputs=config.max_inputs, auto_truncate=config.auto_truncate
-        )
-        asked = parse() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(parse)
-        del body, parse
-        begin = _lap(call, "parse_us", begin)
+        if len(body) <= _PARSE_ON_LOOP:
+            asked = parse(body, model.facts)
+        else:
+            asked = await self._threads.run(partial(parse, body, model.facts))
+        _lap(call, "parse_us", begin)
+        return model, asked
+
+    async def _in_time(self, call: Call, tokenization: Awaitable[T]) -> T:
+        """What it comes to before the deadline. Raises DeadlineExceeded."""
+        begin = now_ns()
         try:
-            async with asyncio.timeout((call.deadline_ns - now_ns()) / 1e9):
-                if asked.texts:
-                    sequences = await self._encoder.encode(
-                        model,
-                        asked.texts,
-                        prompt=asked.prompt,
-                        truncation=asked.truncation,
-                        lone=asked.lone,
-                        max_tokens=config.max_request_tokens,
-                    )
-                else:
-                    sequences = await self._encoder.check(
-                        model,
-                        asked.token_ids,
-                        truncation=asked.truncation,
-                        lone=asked.lone,
-                        max_tokens=config.max_request_tokens,
-                    )
+            async with asyncio.timeout((call.deadline_ns - begin) / 1e9):
+                result = await tokenization
         except TimeoutError:
             raise DeadlineExceeded(
                 "The deadline passed while the input was tokenized. Allow more time, or send less."
             ) from None
         _lap(call, "tokenize_us", begin)
-        call.fingerprint = model.facts.fingerprint
-        try:
-            embedded = await self._client.submit(
-                sequences,
-                Options(
-                    fingerprint=model.facts.fingerprint,
-                    dimensions=asked.dimensions,
-                    normalize=asked.normalize,
-                    encoding=asked.encoding,
-                    lane=asked.lane,
-                    deadline_ns=call.deadline_ns,
-                ),
-            )
-            call.queue_us, call.step_us = embedded.queue_us, embedded.step_us
-            begin = now_ns()
-            num_tokens = sum(map(len, sequences))
-            response = await self._render(call, embedded, asked.encoding_format, model, num_tokens)
-            _lap(call, "render_us", begin)
-        except ServiceError as error:
-            if asked.lone and error.param == "input[0]":
-                error.param = "input"
-            raise
-        self._metrics.input_tokens.inc(num_tokens)
-        self._metrics.inputs.inc(len(sequences))
-        return response
+        return result
 
-    async def _render(
-        self, call: Call, embedded: Embedded, encoding_format: openai.EncodingFormat, model: Model, num_tokens: int
-    ) -> web.Response:
-        rows = embedded.rows
-        if _OCTETS in call.request.headers.get("Accept", ""):
-            headers = {
-                "Content-Type": _OCTETS,
-                "X-Embedding-Shape": f"{rows.shape[0]},{rows.shape[1]}",
-                "X-Embedding-Dtype": rows.dtype.name,
-            }
-            return web.Response(body=openai.render_raw(rows, encoding_format), headers=headers)
-        render = partial(openai.render, rows, encoding_format, model.facts.name, num_tokens)
-        body = render() if rows.size <= _RENDER_ON_LOOP else await self._threads.run(render)
+    async def _submit(
+        self,
+        call: Call,
+        model: Model,
+        asked: _Asked,
+        sequences: list[TokenIds],
+        *,
+        type_starts: list[int] | None = None,
+        spans: list[TokenIds] | None = None,
+    ) -> Embedded:
+        call.fingerprint = model.facts.fingerprint
+        embedded = await self._client.submit(
+            sequences,
+            Options(
+                fingerprint=model.facts.fingerprint,
+                dimensions=asked.dimensions,
+                normalize=asked.normalize,
+                encoding=asked.encoding,
+                lane=asked.lane,
+                deadline_ns=call.deadline_ns,
+            ),
+            type_starts=type_starts,
+            spans=spans,
+        )
+        call.queue_us, call.step_us = embedded.queue_us, embedded.step_us
+        return embedded
+
+    async def _render(self, call: Call, render: Callable[[], bytes], size: int) -> web.Response:
+        """The answer; one of more than a few values or characters is rendered on a thread."""
+        begin = now_ns()
+        body = render() if size <= _RENDER_ON_LOOP else await self._threads.run(render)
+        _lap(call, "render_us", begin)
         return _json(body)
+
+    def _count_inputs(self, num_inputs: int, num_tokens: int) -> None:
+        self._metrics.input_tokens.inc(num_tokens)
+        self._metrics.inputs.inc(num_inputs)
 
     def _deadline_ns(self, call: Call) -> int:
         timeout_ms = self._config.default_timeout_s * 1000

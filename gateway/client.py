@@ -259,7 +259,7 @@ class Ledger:
         if self.refused is not None or self.facts is None or self.silent(now_ns):
             raise Unavailable(self.readiness(now_ns).reason + " Try again.", retry_after_s=1)
         if request.row_offsets is not None:
-            _check_span_counts(request.span_counts, max_rows(self.facts.dimensions))
+            _check_span_counts(request.span_counts, max_rows(self.facts))
         self._feed(request)
 
     def close(self, request: OpenRequest) -> None:
@@ -336,7 +336,7 @@ class Ledger:
             start = request.next_sequence
             stop = _piece_end(request.offsets, start, self._welcome.piece_tokens)
             if request.row_offsets is not None:
-                stop = min(stop, _piece_end(request.row_offsets, start, max_rows(self.facts.dimensions)))
+                stop = min(stop, _piece_end(request.row_offsets, start, max_rows(self.facts)))
             piece = _Piece(request, start, stop, request.first_row(stop) - request.first_row(start))
             if request.pieces and request.waiting_tokens + piece.num_tokens > self._welcome.window_tokens:
                 return

@@ -7,8 +7,8 @@ together, in one call: while one batch of them runs the next one gathers, withou
 job a request; the event loop itself, which a single text of 8,192 characters would stop for milliseconds.
 
 A long list is tokenized chunk by chunk, each chunk queued behind whatever came in the meantime, so that a request of
-2,048 texts delays a short one by a chunk and not by all of them. What waits is bounded by the requests that the
-gateway holds at once.
+2,048 texts, or a query with 1,000 documents, delays a short one by a chunk and not by all of them. What waits is
+bounded by the requests that the gateway holds at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from common.errors import InvalidRequest, Unavailable
+import numpy as np
+
+from common.chunks import Chunks, ChunkTokenizer
+from common.errors import InternalError, InvalidRequest, Unavailable
+from common.pairs import Pair, PairNames, PairTokenizer, pair_tokenizer
 from common.protocol import ModelFacts
 from common.tokenization import TokenIds, Tokenizer, TruncationRule
 from common.transport import now_ns
@@ -46,10 +50,46 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's facts and the tokenizer made for them: a request takes both together."""
+    """A model's facts and what tokenizes for it: a request takes all of it together."""
 
     facts: ModelFacts
     tokenizer: Tokenizer
+    pairs: PairTokenizer | None = None  # of a model that takes pairs
+    chunks: ChunkTokenizer | None = None  # of a model that takes documents in chunks
+
+    @classmethod
+    def load(cls, facts: ModelFacts) -> Model:
+        """The model of `facts`. It reads files.
+
+        Raises:
+            OSError, ValueError, InternalError: tokenizer.json cannot be read, or does not fit what the facts say.
+        """
+        tokenizer = Tokenizer(facts)
+        return cls(
+            facts,
+            tokenizer,
+            pair_tokenizer(facts, tokenizer) if facts.pair_template else None,
+            ChunkTokenizer(facts, tokenizer) if facts.separator_id is not None else None,
+        )
+
+
+@dataclass(slots=True)
+class EncodedPairs:
+    """Pairs as sequences, each different one once: what is the same gets the same score, whatever runs beside it."""
+
+    sequences: list[TokenIds] = field(default_factory=list)
+    type_starts: list[int] = field(default_factory=list)  # where the tokens of type 1 begin within each sequence
+    first_pairs: list[int] = field(default_factory=list)  # of each sequence, the first pair that it is
+    places: list[int] = field(default_factory=list)  # of each pair, the place of its sequence
+    _known: dict[tuple[bytes, int], int] = field(default_factory=dict)  # places by token ids and type start
+
+    def add(self, pair: Pair) -> None:
+        place = self._known.setdefault((pair.ids.tobytes(), pair.type_start), len(self.sequences))
+        if place == len(self.sequences):
+            self.sequences.append(pair.ids)
+            self.type_starts.append(pair.type_start)
+            self.first_pairs.append(len(self.places))
+        self.places.append(place)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +218,7 @@ class Encoder:
     def on_facts(self, facts: ModelFacts) -> None:
         """Serve the model of `facts`; where it has another tokenizer, from when that is loaded."""
         if self._model is not None and _same_tokenizer(self._model.facts, facts):
-            self._model = Model(facts, self._model.tokenizer)
+            self._model = replace(self._model, facts=facts)
             return
         # What workers run now is the new model: the old one's tokens would give wrong vectors.
         self._model = None
@@ -233,7 +273,30 @@ class Encoder:
                 chunk = [prompt + text for text in chunk]
             return model.tokenizer.encode(chunk, truncation, first_index=None if lone else start)
 
-        return await self._in_chunks(encode_chunk, texts, len(prompt), max_tokens)
+        return await self._in_chunks(encode_chunk, [len(prompt) + len(text) for text in texts], len, max_tokens)
+
+    async def spans_after(
+        self, model: Model, prompt: str, sequences: list[TokenIds], *, lone: bool
+    ) -> list[TokenIds] | None:
+        """Where the tokens behind the prompt are in each of these texts, int32 [1, 2]: start and stop; None for a model
+        that pools its prompts like any other text.
+
+        Raises:
+            InvalidRequest: a text has nothing behind the prompt.
+            InternalError: the tokenizer failed.
+        """
+        if model.facts.include_prompt or not prompt:
+            return None
+        start = await self._threads.run(partial(model.tokenizer.prompt_length, prompt))
+        for index, sequence in enumerate(sequences):
+            if start >= len(sequence):
+                name = "input" if lone else f"input[{index}]"
+                raise InvalidRequest(
+                    f"{name} has no token behind its prompt, and this model's vectors are of what follows the prompt.",
+                    param=name,
+                    code="empty_input",
+                )
+        return [np.array([[start, len(sequence)]], dtype=np.int32) for sequence in sequences]
 
     async def check(
         self,
@@ -260,23 +323,84 @@ class Encoder:
                 for index in range(start, stop)
             ]
 
-        return await self._in_chunks(check_chunk, token_ids, 0, max_tokens)
+        return await self._in_chunks(check_chunk, list(map(len, token_ids)), len, max_tokens)
+
+    async def encode_pairs(
+        self,
+        tokenizer: PairTokenizer,
+        queries: list[str],
+        documents: list[str],
+        *,
+        truncation: TruncationRule,
+        instruction: str | None,
+        max_document_tokens: int | None,
+        names: PairNames,
+        max_tokens: int,
+    ) -> EncodedPairs:
+        """The pair of each document with its own query, or with the only one. `names` is how errors name them.
+
+        Raises:
+            InvalidRequest: a pair is too long, or all together have too many tokens; see PairTokenizer.
+            InternalError: the tokenizer failed.
+        """
+        encode = partial(
+            tokenizer.encode, truncation=truncation, instruction=instruction, max_document_tokens=max_document_tokens
+        )
+        encoded = EncodedPairs()
+
+        def encode_chunk(start: int, stop: int) -> list[Pair]:
+            if len(queries) == 1:
+                of_chunk = replace(names, first_index=None if names.first_index is None else names.first_index + start)
+                pairs = encode(queries[0], documents[start:stop], names=of_chunk)
+            else:
+                pairs = []
+                for index in range(start, stop):
+                    of_pair = PairNames(f"{names.query}[{index}]", names.documents, index)
+                    pairs += encode(queries[index], [documents[index]], names=of_pair)
+            for pair in pairs:  # here, on a thread: a million token ids take milliseconds
+                encoded.add(pair)
+            return pairs
+
+        sizes = list(map(len, documents))
+        if len(queries) > 1:
+            sizes = [size + len(query) for size, query in zip(sizes, queries, strict=True)]
+        await self._in_chunks(encode_chunk, sizes, lambda pair: len(pair.ids), max_tokens, name=names.documents)
+        return encoded
+
+    async def encode_documents(
+        self, tokenizer: ChunkTokenizer, documents: list[list[str]], *, max_tokens: int
+    ) -> list[Chunks]:
+        """Each document, which is a list of chunks, as one sequence.
+
+        Raises:
+            InvalidRequest: a document is too long, a chunk holds no token, or all together have too many tokens.
+            InternalError: the tokenizer failed.
+        """
+
+        def encode_chunk(start: int, stop: int) -> list[Chunks]:
+            return [tokenizer.encode(documents[index], f"input[{index}]") for index in range(start, stop)]
+
+        sizes = [sum(map(len, chunks)) for chunks in documents]
+        return await self._in_chunks(encode_chunk, sizes, lambda document: len(document.ids), max_tokens)
 
     async def _in_chunks(
         self,
-        encode_chunk: Callable[[int, int], list[TokenIds]],
-        inputs: Sequence[str] | Sequence[list[object]],
-        extra_size: int,
+        encode_chunk: Callable[[int, int], list[T]],
+        sizes: list[int],
+        num_tokens_of: Callable[[T], int],
         max_tokens: int,
-    ) -> list[TokenIds]:
-        sequences: list[TokenIds] = []
+        *,
+        name: str = "input",
+    ) -> list[T]:
+        """What `encode_chunk` makes of half-open ranges of inputs of these sizes, one range after the other."""
+        encoded: list[T] = []
         num_tokens = 0
-        for start, stop in _chunks(inputs, extra_size):
+        for start, stop in _chunks(sizes):
             chunk = await self._threads.run(partial(encode_chunk, start, stop))
-            sequences += chunk
-            num_tokens += sum(map(len, chunk))
-            _check_num_tokens(len(sequences), num_tokens, max_tokens)
-        return sequences
+            encoded += chunk
+            num_tokens += sum(map(num_tokens_of, chunk))
+            _check_num_tokens(len(encoded), num_tokens, max_tokens, name)
+        return encoded
 
     def _run_short(self) -> None:
         """Tokenize what short requests wait, as one batch at a time: those that come meanwhile are the next one."""
@@ -321,14 +445,14 @@ class Encoder:
 
     async def _load(self, facts: ModelFacts) -> None:
         try:
-            tokenizer = await self._threads.run(partial(Tokenizer, facts))
-        except (OSError, ValueError) as error:
+            model = await self._threads.run(partial(Model.load, facts))
+        except (OSError, ValueError, InternalError) as error:
             self._status = "unavailable"
             self._reason = "The model's tokenizer cannot be loaded; the gateway's log says why."
             self._settled.set()
             logger.error("the tokenizer of %s cannot be loaded: %s", facts.name, error)  # noqa: TRY400  # the text says it all
             return
-        self._model = Model(facts, tokenizer)
+        self._model = model
         self._settled.set()
         logger.info("serving %s: %d dimensions, %d tokens", facts.name, facts.dimensions, facts.max_tokens)
 
@@ -352,35 +476,40 @@ def _encode_alone(request: _ShortRequest) -> list[TokenIds] | BaseException:
         return error
 
 
-def _check_num_tokens(num_inputs: int, num_tokens: int, max_tokens: int) -> None:
+def _check_num_tokens(num_inputs: int, num_tokens: int, max_tokens: int, name: str = "input") -> None:
     if num_tokens > max_tokens:
         raise InvalidRequest(
-            f"input has more than {max_tokens} tokens in all, {num_tokens} of them in its first {num_inputs} inputs. "
-            "Send several requests.",
-            param="input",
+            f"{name} has more than {max_tokens} tokens in all, {num_tokens} of them in its first {num_inputs} "
+            f"{'inputs' if name == 'input' else 'pairs'}. Send several requests.",
+            param=name,
             code="too_many_tokens",
         )
 
 
 def _same_tokenizer(before: ModelFacts, after: ModelFacts) -> bool:
-    return (before.tokenizer_sha256, before.max_tokens, before.vocab_size, before.lower_case) == (
-        after.tokenizer_sha256,
-        after.max_tokens,
-        after.vocab_size,
-        after.lower_case,
+    return _tokenized_by(before) == _tokenized_by(after)
+
+
+def _tokenized_by(facts: ModelFacts) -> tuple[object, ...]:
+    """All of a model's facts that its tokens depend on."""
+    return (
+        facts.tokenizer_sha256,
+        facts.max_tokens,
+        facts.vocab_size,
+        facts.lower_case,
+        facts.pair_template,
+        facts.instruction,
+        facts.separator_id,
+        facts.has_token_types,
     )
 
 
-def _chunks(inputs: Sequence[str] | Sequence[list[object]], extra_size: int) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of `inputs`, each of at least one input and at most a chunk's worth."""
-    if len(inputs) == 1:
-        yield 0, 1
-        return
-    start, size = 0, 0
-    for index, item in enumerate(inputs):
-        item_size = len(item) + extra_size
-        if index > start and (index - start >= _CHUNK_INPUTS or size + item_size > _CHUNK_SIZE):
+def _chunks(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of inputs of these sizes, each of at least one input and at most a chunk's worth."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and (index - start >= _CHUNK_INPUTS or total + size > _CHUNK_SIZE):
             yield start, index
-            start, size = index, 0
-        size += item_size
-    yield start, len(inputs)
+            start, total = index, 0
+        total += size
+    yield start, len(sizes)

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import orjson
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, NotFound
 
 Fields = dict[str, object]
 
@@ -22,6 +22,12 @@ Fields = dict[str, object]
 _BEYOND_INTEGERS = 2.0**63
 
 _MAX_NAME_CHARS = 64
+_MAX_USER_CHARS = 256
+
+_LANES = ("online", "backfill")
+
+# What a model that lacks a task does not do.
+_LACKS = {"embed": "makes no embeddings", "score": "gives pairs of texts no scores"}
 
 _ORGANISATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/")
 
@@ -62,7 +68,7 @@ def optional_text(fields: Fields, name: str) -> str | None:
     value = fields.get(name)
     if value is None or type(value) is str:
         return value
-    raise _wrong_type(name, "a string")
+    raise wrong_type(name, "a string")
 
 
 def optional_flag(fields: Fields, name: str) -> bool | None:
@@ -70,7 +76,7 @@ def optional_flag(fields: Fields, name: str) -> bool | None:
     value = fields.get(name)
     if value is None or type(value) is bool:
         return value
-    raise _wrong_type(name, "true or false")
+    raise wrong_type(name, "true or false")
 
 
 def optional_choice(fields: Fields, name: str, choices: Collection[str]) -> str | None:
@@ -88,7 +94,7 @@ def optional_integer(fields: Fields, name: str, minimum: int, maximum: int) -> i
         return None
     beyond = type(value) is float and math.fabs(value) >= _BEYOND_INTEGERS
     if type(value) is not int and not beyond:
-        raise _wrong_type(name, "a whole number")
+        raise wrong_type(name, "a whole number")
     if beyond or not minimum <= value <= maximum:  # type: ignore[operator]  # an int by now
         raise InvalidRequest(f"{name} must be from {minimum} to {maximum}.", param=name, code="out_of_range")
     return value  # type: ignore[return-value]  # an int by now
@@ -104,10 +110,58 @@ def check_texts(texts: list[object], name: str) -> list[str]:
         return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
     for index, text in enumerate(texts):
         if type(text) is not str:
-            raise _wrong_type(f"{name}[{index}]", "a string, as the first of the list is")
+            raise wrong_type(f"{name}[{index}]", "a string")
         if not text:
             raise empty_input(f"{name}[{index}]")
     raise AssertionError("no text is wrong: this is a bug")
+
+
+def check_model(fields: Fields, name: str) -> None:
+    """Pass where `model` means the one served as `name`, or is left out.
+
+    Raises:
+        InvalidRequest: invalid_type or missing_field.
+        NotFound: model_not_found.
+    """
+    if "model" not in fields:
+        return
+    model = fields["model"]
+    if type(model) is not str:
+        raise InvalidRequest(
+            "model must be a string; leave it out to use the one served.", param="model", code="invalid_type"
+        )
+    if not model:
+        raise InvalidRequest("model is empty; leave it out to use the one served.", param="model", code="missing_field")
+    if not is_served(model, name):
+        raise NotFound(
+            "This model is not served here; GET /v1/models lists what is.", param="model", code="model_not_found"
+        )
+
+
+def check_task(task: str, tasks: Collection[str]) -> None:
+    """Raises InvalidRequest (wrong_task) where the model that is served does other things; see ModelFacts.tasks."""
+    if task not in tasks:
+        raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(tasks)}")
+
+
+def check_user(fields: Fields) -> None:
+    """Raises InvalidRequest (invalid_type) for a `user` that is no string, or too long a one. It says nothing here."""
+    user = optional_text(fields, "user")
+    if user is not None and len(user) > _MAX_USER_CHARS:
+        raise InvalidRequest(
+            f"user may have {_MAX_USER_CHARS} characters; this one has {len(user)}.", param="user", code="invalid_type"
+        )
+
+
+def check_not_streamed(fields: Fields) -> None:
+    """Raises InvalidRequest: unsupported_parameter where `stream` asks for a stream."""
+    if optional_flag(fields, "stream"):
+        raise unsupported("stream", "what this route answers is not streamed")
+
+
+def lane_of(fields: Fields) -> str:
+    """The scheduler's lane that a client asks for. Raises InvalidRequest for one that there is not."""
+    return optional_choice(fields, "lane", _LANES) or "online"
 
 
 def is_served(model: str, name: str) -> bool:
@@ -122,11 +176,27 @@ def is_served(model: str, name: str) -> bool:
     return model.endswith("/" + name) and _ORGANISATION.fullmatch(model[: -len(name)]) is not None
 
 
-def empty_input(name: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is empty: there is nothing to embed.", param=name, code="empty_input")
+def empty_input(name: str, purpose: str = "embed") -> InvalidRequest:
+    return InvalidRequest(f"{name} is empty: there is nothing to {purpose}.", param=name, code="empty_input")
 
 
-def _wrong_type(name: str, wanted: str) -> InvalidRequest:
+def too_many_inputs(name: str, number: int, limit: int, what: str = "inputs") -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} has {number} {what}; at most {limit} fit into one request. Send several requests.",
+        param=name,
+        code="too_many_inputs",
+    )
+
+
+def unsupported(name: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} asks for what cannot be done: {reason}.", param=name, code="unsupported_parameter")
+
+
+def wrong_task(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"This model {reason}.", param="model", code="wrong_task")
+
+
+def wrong_type(name: str, wanted: str) -> InvalidRequest:
     return InvalidRequest(f"{name} must be {wanted}.", param=name, code="invalid_type")
 
 

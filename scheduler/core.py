@@ -429,7 +429,7 @@ class Scheduler:
             self._settle(pending, DeadlineExceeded("The deadline passed while the request waited for a worker."))
         while (worker := self._fleet.free_worker(now_ns)) is not None:
             facts = worker.facts
-            parts = self._queue.next_batch(facts.max_batch_tokens, max_rows(facts.dimensions))
+            parts = self._queue.next_batch(facts.max_batch_tokens, max_rows(facts))
             if not parts:
                 return
             num_tokens = sum(part.num_tokens for part in parts)

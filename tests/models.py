@@ -352,10 +352,16 @@ def make_batch(
     dimensions: list[int] | None = None,
     normalize: list[int] | None = None,
     encodings: list[int] | None = None,
+    type_starts: list[int] | None = None,
+    spans: list[list[tuple[int, int]]] | None = None,
     epoch: int = 1,
     batch_id: int = 1,
 ) -> Batch:
-    """A batch of these sequences; without options all `width` columns count, as float32 that is not normalised."""
+    """A batch of these sequences; without options all `width` columns count, as float32 that is not normalised.
+
+    `spans` are a list for each sequence, of one row each.
+    """
+    sides = [side for of_sequence in spans or [] for side in of_sequence]
     return Batch(
         epoch=epoch,
         batch_id=batch_id,
@@ -364,6 +370,9 @@ def make_batch(
         dimensions=np.array(dimensions or [width] * len(sequences), dtype=np.int32),
         normalize=np.array(normalize or [0] * len(sequences), dtype=np.uint8),
         encodings=np.array(encodings or [0] * len(sequences), dtype=np.uint8),
+        type_starts=np.array(type_starts or [], dtype=np.int32),
+        span_counts=np.array([len(of_sequence) for of_sequence in spans or []], dtype=np.int32),
+        spans=np.array(sides, dtype=np.int32).reshape(-1, 2),
     )
 
 

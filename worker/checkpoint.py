@@ -1,134 +1,114 @@
 """What a model's folder declares, apart from its weights: architecture, pooling, limits, prompts, tokenizer.
 
-The folder is read as sentence-transformers reads it (`modules.json` and the files that it leads to), or, without
-`modules.json`, as a bare encoder: mean pooling, no normalisation, which is what sentence-transformers does with one.
+The folder is read as sentence-transformers reads it (`modules.json` and the files that it leads to, as its releases 2
+to 6 have written them), or, without `modules.json`, as a bare encoder: mean pooling, no normalisation, no prompts.
 
 Everything that could change a vector is either understood or stops the start with a `ModelError` that names the file
 and the field. A warning was rejected: the server would look healthy and answer numbers that no other software gives.
 No code from a model is run, ever. A folder that brings some (`auto_map`) is refused, unless its architecture is one
 whose code a family of `worker.models` stands for. What that code does after pooling (pplx-embed's quantising module) is
 known by the name of its class.
+
+What follows the pooling is read in `worker.modules`. A Normalize at the end is not a stage but what rows are like
+unless a client says otherwise (`normalize`). A model that scores pairs has none of that, but a head (`worker.scoring`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import sys
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Literal, NoReturn, TypeAlias, cast, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from common.tokenization import load_tokenizer
-from worker.models import check_architecture, check_own_code, read_hidden_size, stands_for_own_code
+from worker.files import JsonFile, ModelError, read_file, sha256_of
+from worker.models import check_architecture, check_own_code, is_pplx, makes_chunks, read_hidden_size
+from worker.modules import (
+    SCORING_CLASSES,
+    SPARSE_CLASSES,
+    Module,
+    Pipeline,
+    Pooling,
+    Stage,
+    UnitStage,
+    read_modules,
+    refuse_modules,
+)
+from worker.scoring import (
+    MESSAGE,
+    CrossEncoderFiles,
+    Scoring,
+    Task,
+    is_classifier,
+    is_language_model,
+    read_classifier,
+    read_language_model,
+)
+from worker.splade import MASKED_LANGUAGE_MODELS, Splade, check_masked, read_bare, read_splade
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Pooling: TypeAlias = Literal["cls", "mean", "last", "max"]
+# The first that is there and not empty counts.
+_TRANSFORMER_FILES = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
 
-_MODULE_CLASSES = ("Transformer", "Pooling", "Normalize")
+# What the Transformer's file may hand on to transformers, under both names that it has had, without a change of
+# numbers: how it is computed, in which dtype (a flag says that here), how rows of a batch are padded (here none is).
+_HARMLESS_OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "model_kwargs": frozenset({"trust_remote_code", "attn_implementation", "dtype", "torch_dtype"}),
+        "processor_kwargs": frozenset({"trust_remote_code", "padding_side"}),
+        "config_kwargs": frozenset({"trust_remote_code", "use_cache"}),
+    }
+)
+_FORMER_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
+)
 
-# pplx-embed's own: it makes int8 or bits of what is pooled. Without it vectors are float32 alone.
-_QUANTIZER_MODULE, _QUANTIZER_CLASS = "st_quantize", "FlexibleQuantizer"
-_POOLING_FLAGS: dict[str, Pooling] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_lasttoken": "last",
-}
-_UNSUPPORTED_POOLING_FLAGS = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
-_POOLING_NAMES: dict[object, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
+# What a model is for: what the operator may say it is (`Task`), or rows of tokens alone.
+_Purpose: TypeAlias = Literal["embed", "tokens", "score", "sparse"]
+_PURPOSES: Mapping[_Purpose, str] = MappingProxyType(
+    {"embed": "--task embed", "tokens": "rows of tokens", "score": "--task score", "sparse": "--task sparse"}
+)
 
-_LARGEST_INTEGER = 2**31 - 1  # of anything that a model has so many of
+# Prompts that every model of sentence-transformers has, empty unless it says otherwise.
+_USUAL_PROMPTS = ("query", "document")
+
+# What pplx-embed-context's chunks are joined by, unless its tokenizer's settings say otherwise.
+_PPLX_SEPARATOR = "<|endoftext|>"
 
 # Tokenizers without a limit of their own write 1e30.
 _SANE_MODEL_MAX_LENGTH = 10_000_000
-
-
-class ModelError(Exception):
-    """This model cannot be served as its files are. The text names the file and the field, tensor or flag."""
-
-
-@dataclass(frozen=True, slots=True)
-class JsonFile:
-    """A JSON object of the model's folder, whose fields are read by type; a wrong one is a `ModelError`."""
-
-    path: Path
-    values: dict[str, object]
-
-    @classmethod
-    def read(cls, path: Path) -> JsonFile:
-        """Raises ModelError: the file is missing or holds no JSON object."""
-        value = _read_json(path)
-        if not isinstance(value, dict):
-            raise ModelError(f"{path}: a JSON object is needed, not {type(value).__name__}.")
-        return cls(path, value)
-
-    @classmethod
-    def read_optional(cls, path: Path) -> JsonFile:
-        """As `read`; a missing file has no fields."""
-        return cls.read(path) if path.exists() else cls(path, {})
-
-    def refuse(self, field: str, why: str) -> NoReturn:
-        raise ModelError(f"{self.path}: {field}: {why}")
-
-    def refuse_unknown(self, known: frozenset[str]) -> None:
-        for field, value in self.values.items():
-            if field not in known and value is not None:
-                self.refuse(field, "a field that is not understood; it might change the vectors.")
-
-    def integer(self, field: str) -> int:
-        """A positive integer that must be there."""
-        value = self.optional_integer(field)
-        if value is None:
-            self.refuse(field, "missing.")
-        return value
-
-    def optional_integer(self, field: str) -> int | None:
-        value = self.values.get(field)
-        if value is None:
-            return None
-        if type(value) is not int or not 1 <= value <= _LARGEST_INTEGER:
-            self.refuse(field, f"a positive integer is needed, not {value!r}.")
-        return value
-
-    def number(self, field: str) -> float:
-        value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-            self.refuse(field, f"a number between 0 and 1 is needed, not {value!r}.")
-        return float(value)
-
-    def positive_number(self, field: str) -> float:
-        value = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            self.refuse(field, f"a positive number is needed, not {value!r}.")
-        return float(value)
-
-    def flag(self, field: str, default: bool) -> bool:
-        value = self.values.get(field)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.refuse(field, f"true or false is needed, not {value!r}.")
-        return value
-
-    def text(self, field: str) -> str | None:
-        value = self.values.get(field)
-        if value is not None and not isinstance(value, str):
-            self.refuse(field, f"a text is needed, not {value!r}.")
-        return value
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A model's folder, understood."""
 
-    folder: Path  # where config.json, the weights and tokenizer.json are; not always where modules.json is
+    root: Path  # where modules.json is, and what the folders of stages are relative to
+    folder: Path  # where config.json, the weights and tokenizer.json are; mostly the root
     config: JsonFile
     config_sha256: str
     architecture: str
-    pooling: Pooling
+    tasks: list[str]  # what it is for, of common.protocol's ModelFacts
+    # Their rows stand side by side in this order. None of a scorer and of sparse rows, whose heads say it.
+    poolings: tuple[Pooling, ...]
+    include_prompt: bool  # whether a prompt's tokens are pooled like any others
+    stages: tuple[Stage, ...]
+    dimensions: int  # columns of a row after all stages
     normalize: bool
     encodings: list[str]  # what vectors may be asked for, names of common.protocol
     lower_case: bool
@@ -136,94 +116,191 @@ class Checkpoint:
     prompts: dict[str, str]
     default_prompt_name: str | None
     tokenizer_sha256: str
+    separator_id: int | None  # the token between chunks that are embedded as one sequence, where it is made for that
+    scoring: Scoring | None  # of a model that scores
+    splade: Splade | None  # of a model of sparse rows
 
     @classmethod
-    def read(cls, root: Path) -> Checkpoint:
-        """Everything that the folder declares.
+    def read(cls, root: Path, task: Task = "auto") -> Checkpoint:
+        """Everything that the folder declares; `task` is the operator's word on what it is for.
 
         Raises:
-            ModelError: a file is missing or malformed, or declares what is not supported.
+            ModelError: a file is missing or malformed, or declares what is not supported, or is not for this task.
         """
-        modules = _read_modules(root)
-        folder = root / modules.transformer
+        modules = read_modules(root)
+        folder = root / modules[0].folder if modules else root
         config = JsonFile.read(folder / "config.json")
         architecture = _read_architecture(config)
-        if modules.quantizes and not stands_for_own_code(architecture):
-            raise ModelError(f"{root / 'modules.json'}: type: {_QUANTIZER_CLASS} is not known of a {architecture}.")
+        if (folder / "adapter_config.json").exists():
+            raise ModelError(f"{folder / 'adapter_config.json'}: adapters are not supported; merge it into the model.")
         hidden_size = read_hidden_size(architecture, config)
-        settings = _read_sentence_settings(root)
-        pooling: Pooling = "mean"
-        transformer = JsonFile(folder / "sentence_bert_config.json", {})
-        if modules.pooling is None:
-            # sentence-transformers then reads neither 1_Pooling nor sentence_bert_config.json, and so its length limit.
-            logger.info("%s has no modules.json: mean pooling, no normalisation", root)
+        purpose = _choose_purpose(architecture, config, modules, task)
+        if purpose == "score":
+            return cls._read_scorer(root, modules, config, architecture, task)
+        if purpose == "sparse":
+            return cls._read_sparse(root, modules, config, architecture)
+        if modules:
+            settings = _SentenceSettings.read(root, _MODEL_TYPES[purpose])
+            transformer = _read_transformer(folder)
+            pipeline = Pipeline.read(root, modules, hidden_size, settings.truncate_dim)
         else:
-            pooling = _read_pooling(root / modules.pooling / "config.json", hidden_size, settings.prompts)
-            transformer = JsonFile.read_optional(transformer.path)
-            _check_transformer(transformer)
+            # sentence-transformers then reads neither 1_Pooling nor its two files of settings.
+            logger.info("%s has no modules.json: mean pooling, no normalisation, no prompts", root)
+            if is_language_model(architecture):
+                logger.info("%s: if it is a Qwen3-Reranker, --task score serves it as one", root)
+            if architecture in MASKED_LANGUAGE_MODELS:
+                logger.info("%s: if it is a SPLADE, --task sparse serves it as one", root)
+            settings = _SentenceSettings({}, None, None)
+            transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
+            pipeline = Pipeline(("mean",), True, (), False, hidden_size)
+        if pipeline.quantizes and not is_pplx(architecture):
+            raise ModelError(f"{root / 'modules.json'}: type: FlexibleQuantizer is not known of a {architecture}.")
+        separator_id = _separator_id(folder) if makes_chunks(config) else None
+        # Without modules.json a context model's own code quantises what it has pooled.
+        quantizes = pipeline.quantizes or (separator_id is not None and not modules)
+        normalize = pipeline.stages[-1:] == (UnitStage(),)
+        stages = pipeline.stages[:-1] if normalize else pipeline.stages
+        # A row over one token is that token's hidden state, unless more becomes of it.
+        has_tokens = purpose == "embed" and len(pipeline.poolings) == 1 and not stages
         return cls(
+            root=root,
             folder=folder,
             config=config,
-            config_sha256=_sha256(config.path),
+            config_sha256=sha256_of(config.path),
             architecture=architecture,
-            pooling=pooling,
-            normalize=modules.normalize,
-            encodings=["float32", "int8", "binary"] if modules.quantizes else ["float32"],
+            tasks=["embed", "tokens"] if has_tokens else [purpose],
+            poolings=pipeline.poolings,
+            include_prompt=pipeline.include_prompt,
+            stages=stages,
+            dimensions=pipeline.num_columns,
+            normalize=normalize,
+            encodings=["float32", "int8", "binary"] if quantizes else ["float32"],
             lower_case=transformer.flag("do_lower_case", default=False),
             length_limit=_length_limit(transformer, folder),
             prompts=settings.prompts,
             default_prompt_name=settings.default_prompt_name,
-            tokenizer_sha256=_check_tokenizer(folder / "tokenizer.json", config),
+            tokenizer_sha256=_check_tokenizer(folder / "tokenizer.json", config, _length_limit(transformer, folder)),
+            separator_id=separator_id,
+            scoring=None,
+            splade=None,
+        )
+
+    @classmethod
+    def _read_sparse(cls, root: Path, modules: list[Module], config: JsonFile, architecture: str) -> Checkpoint:
+        folder = config.path.parent
+        vocab_size = config.integer("vocab_size")
+        if modules:
+            settings = _SentenceSettings.read(root, _MODEL_TYPES["sparse"])
+            transformer = _read_transformer(folder, _FORMERLY_FILLING if modules[0].kind != "Transformer" else _FILLING)
+            splade = read_splade(JsonFile.read_optional(root / modules[1].folder / "config.json"), vocab_size)
+        else:
+            settings = _SentenceSettings({}, None, None)
+            transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
+            splade = read_bare(architecture, config)
+        check_masked(architecture, config)
+        return cls(
+            root=root,
+            folder=folder,
+            config=config,
+            config_sha256=sha256_of(config.path),
+            architecture=architecture,
+            tasks=["sparse"],
+            poolings=(),
+            include_prompt=True,
+            stages=(),
+            dimensions=vocab_size,
+            normalize=False,
+            encodings=["sparse"],
+            lower_case=transformer.flag("do_lower_case", default=False),
+            length_limit=_length_limit(transformer, folder),
+            prompts=settings.prompts,
+            default_prompt_name=settings.default_prompt_name,
+            tokenizer_sha256=_check_tokenizer(folder / "tokenizer.json", config, _length_limit(transformer, folder)),
+            separator_id=None,
+            scoring=None,
+            splade=splade,
+        )
+
+    @classmethod
+    def _read_scorer(
+        cls, root: Path, modules: list[Module], config: JsonFile, architecture: str, task: Task
+    ) -> Checkpoint:
+        folder = config.path.parent
+        # Without modules.json sentence-transformers reads neither of its two files of settings.
+        transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
+        settings, logit_score = JsonFile(root / _SETTINGS, {}), None
+        if modules:
+            settings = _read_cross_encoder_settings(root)
+            transformer = _read_transformer(folder, _CLASSIFYING if is_classifier(architecture) else _GENERATING)
+            logit_score = JsonFile.read(root / modules[1].folder / "config.json") if modules[1:] else None
+        files = CrossEncoderFiles(
+            settings=settings,
+            transformer=transformer,
+            tokenizer=JsonFile.read_optional(folder / "tokenizer_config.json"),
+            logit_score=logit_score,
+        )
+        if is_classifier(architecture):
+            scoring = read_classifier(config, files)
+        else:
+            vocabulary = _vocabulary(folder / "tokenizer.json")
+            scoring = read_language_model(architecture, config, files, task, vocabulary)
+        return cls(
+            root=root,
+            folder=folder,
+            config=config,
+            config_sha256=sha256_of(config.path),
+            architecture=architecture,
+            tasks=["score"],
+            poolings=(),
+            include_prompt=True,
+            stages=(),
+            dimensions=scoring.num_labels,
+            normalize=False,
+            encodings=["float32"],
+            lower_case=transformer.flag("do_lower_case", default=False),
+            length_limit=_length_limit(transformer, folder),
+            prompts={},
+            default_prompt_name=None,
+            tokenizer_sha256=_check_tokenizer(folder / "tokenizer.json", config, _length_limit(transformer, folder)),
+            separator_id=None,
+            scoring=scoring,
+            splade=None,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Modules:
-    transformer: str  # folder, relative to the root
-    pooling: str | None
-    normalize: bool
-    quantizes: bool
+def _choose_purpose(architecture: str, config: JsonFile, modules: list[Module], task: Task) -> _Purpose:
+    """What the folder says, and where it says nothing, the operator, and where nobody does, that it embeds.
+
+    Raises:
+        ModelError: the operator says something else, or the folder contradicts itself.
+    """
+    kinds = [module.kind for module in modules]
+    declared: _Purpose | None = None
+    if modules:
+        declared = "embed" if "Pooling" in kinds else "sparse" if kinds in SPARSE_CLASSES else "tokens"
+    if is_classifier(architecture):
+        if kinds not in ([], ["Transformer"]):
+            modules[0].entry.refuse("type", f"a {architecture} scores by its own head, and needs no modules {kinds}.")
+        declared = "score"
+    elif kinds in SCORING_CLASSES:
+        if kinds == ["Transformer"] or not is_language_model(architecture):
+            refuse_modules(modules)
+        declared = "score"
+    if task == "auto":
+        return declared or "embed"
+    if declared not in (None, task):
+        raise ModelError(f"--task {task}: {config.path} is of a {architecture} that is for {_PURPOSES[declared]}.")
+    return task
 
 
-@dataclass(frozen=True, slots=True)
-class _SentenceSettings:
-    prompts: dict[str, str]
-    default_prompt_name: str | None
+# --- config.json, settings, limits, tokenizer ---
 
+_SETTINGS = "config_sentence_transformers.json"
 
-def _read_modules(root: Path) -> _Modules:
-    path = root / "modules.json"
-    if not path.exists():
-        return _Modules(transformer="", pooling=None, normalize=False, quantizes=False)
-    entries = _read_json(path)
-    if not isinstance(entries, list):
-        raise ModelError(f"{path}: a list of modules is needed, not {type(entries).__name__}.")
-    classes: list[str] = []
-    folders: list[str] = []
-    for index, entry in enumerate(entries):
-        if not isinstance(entry, dict):
-            raise ModelError(f"{path}: module {index}: a JSON object is needed.")
-        module = JsonFile(path, entry)
-        # sentence_transformers.models.Pooling, or the longer names of later releases: the class is what counts.
-        package, _, class_name = (module.text("type") or "").rpartition(".")
-        of_library = package.partition(".")[0] == "sentence_transformers" and class_name in _MODULE_CLASSES
-        if not of_library and (package, class_name) != (_QUANTIZER_MODULE, _QUANTIZER_CLASS):
-            module.refuse("type", f"module {module.text('type')!r} is not supported.")
-        folder = module.text("path") or ""
-        if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
-            module.refuse("path", f"{folder!r} leads out of the model's folder.")
-        classes.append(class_name)
-        folders.append(folder)
-    ending = classes[2:]
-    if classes[:2] != ["Transformer", "Pooling"] or ending not in ([], ["Normalize"], [_QUANTIZER_CLASS]):
-        known = f"Transformer, Pooling and perhaps Normalize or {_QUANTIZER_CLASS}"
-        raise ModelError(f"{path}: type: {known} are supported, not {classes}.")
-    return _Modules(
-        transformer=folders[0],
-        pooling=folders[1],
-        normalize=ending == ["Normalize"],
-        quantizes=ending == [_QUANTIZER_CLASS],
-    )
+# What sentence-transformers calls a model for each purpose; what says nothing is the first.
+_MODEL_TYPES: Mapping[_Purpose, str] = MappingProxyType(
+    {"embed": "SentenceTransformer", "tokens": "MultiVectorEncoder", "sparse": "SparseEncoder"}
+)
 
 
 def _read_architecture(config: JsonFile) -> str:
@@ -236,58 +313,107 @@ def _read_architecture(config: JsonFile) -> str:
     return architectures[0]
 
 
-def _read_pooling(path: Path, hidden_size: int, prompts: dict[str, str]) -> Pooling:
-    config = JsonFile.read(path)
-    config.refuse_unknown(
-        frozenset({"word_embedding_dimension", "embedding_dimension", "include_prompt", "pooling_mode"})
-        | frozenset(_POOLING_FLAGS)
-        | frozenset(_UNSUPPORTED_POOLING_FLAGS)
-    )
-    for field in ("word_embedding_dimension", "embedding_dimension"):
-        width = config.optional_integer(field)
-        if width is not None and width != hidden_size:
-            config.refuse(field, f"{width}, but the model is {hidden_size} wide.")
-    if not config.flag("include_prompt", default=True) and any(prompts.values()):
-        config.refuse("include_prompt", "false is not supported together with prompts.")
-    for field in _UNSUPPORTED_POOLING_FLAGS:
-        if config.flag(field, default=False):
-            config.refuse(field, "this pooling is not supported.")
-    chosen = [field for field in _POOLING_FLAGS if config.flag(field, default=False)]
-    name = config.values.get("pooling_mode")
-    if len(chosen) > 1:
-        config.refuse(", ".join(chosen), "several poolings at once are not supported.")
-    if chosen and name is None:
-        return _POOLING_FLAGS[chosen[0]]
-    if chosen or not isinstance(name, str) or name not in _POOLING_NAMES:
-        config.refuse("pooling_mode", f"one of {', '.join(get_args(Pooling))} is needed.")
-    return _POOLING_NAMES[name]
+@dataclass(frozen=True, slots=True)
+class _SentenceSettings:
+    prompts: dict[str, str]
+    default_prompt_name: str | None
+    truncate_dim: int | None
+
+    @classmethod
+    def read(cls, root: Path, expected_type: str) -> _SentenceSettings:
+        config = JsonFile.read_optional(root / _SETTINGS)
+        model_type = config.text("model_type") or _MODEL_TYPES["embed"]
+        if model_type != expected_type:
+            config.refuse("model_type", f"{model_type!r}, but its modules are those of a {expected_type}.")
+        # similarity_fn_name says how vectors are compared, requirements which releases of other software are needed.
+        harmless = {"__version__", "similarity_fn_name", "requirements"}
+        own = {"truncate_dim"} if model_type == _MODEL_TYPES["embed"] else set()
+        config.refuse_unknown(frozenset({*harmless, *own, "prompts", "default_prompt_name", "model_type"}))
+        texts = config.values.get("prompts") or {}
+        if not isinstance(texts, dict) or not all(text is None or isinstance(text, str) for text in texts.values()):
+            config.refuse("prompts", "a map of names to texts is needed.")
+        prompts = {name: text or "" for name, text in texts.items()}
+        default = config.text("default_prompt_name")
+        if default is not None and default not in prompts:
+            if default not in _USUAL_PROMPTS:
+                config.refuse("default_prompt_name", f"{default!r} is none of the prompts.")
+            default = None
+        return cls(prompts, default, config.optional_integer("truncate_dim"))
 
 
-def _read_sentence_settings(root: Path) -> _SentenceSettings:
-    config = JsonFile.read_optional(root / "config_sentence_transformers.json")
-    config.refuse_unknown(
-        frozenset({"__version__", "prompts", "default_prompt_name", "similarity_fn_name", "model_type"})
-    )
-    if (model_type := config.text("model_type")) not in (None, "SentenceTransformer"):
-        config.refuse("model_type", f"{model_type!r} is not supported.")
-    prompts = config.values.get("prompts") or {}
-    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        config.refuse("prompts", "a map of names to texts is needed.")
-    default = config.text("default_prompt_name")
-    if default is not None and default not in prompts:
-        config.refuse("default_prompt_name", f"{default!r} is none of the prompts.")
-    return _SentenceSettings(cast("dict[str, str]", prompts), default)
+def _read_cross_encoder_settings(root: Path) -> JsonFile:
+    """Raises ModelError: settings of something else than a CrossEncoder, or a field that is not understood."""
+    config = JsonFile.read_optional(root / _SETTINGS)
+    # Heads compute in float32, so what keep_in_fp32_modules asks for is so. Prompts are used by name alone.
+    harmless = {"__version__", "requirements", "keep_in_fp32_modules", "prompts"}
+    config.refuse_unknown(frozenset({*harmless, "activation_fn", "default_prompt_name", "model_type"}))
+    if (model_type := config.text("model_type")) != "CrossEncoder":
+        config.refuse("model_type", f"'CrossEncoder' is needed of a model that scores, not {model_type!r}.")
+    return config
 
 
-def _check_transformer(config: JsonFile) -> None:
-    known: dict[str, object] = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
-    config.refuse_unknown(frozenset({"max_seq_length", "do_lower_case", "modality_config", *known}))
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """What a Transformer is loaded for, in sentence-transformers' words, and what of its output counts."""
+
+    task: str
+    output_name: str
+    method_output_name: str
+    is_implied: bool = False  # by a file that says nothing
+
+
+_EMBEDDING = _Usage("feature-extraction", "token_embeddings", "last_hidden_state", is_implied=True)
+_FILLING = _Usage("fill-mask", "token_embeddings", "logits")
+_FORMERLY_FILLING = replace(_FILLING, is_implied=True)
+_CLASSIFYING = _Usage("sequence-classification", "scores", "logits")
+_GENERATING = _Usage("text-generation", "causal_logits", "logits")
+
+
+def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
+    """How the Transformer is used: its length limit, lower-casing, and what of its output counts."""
+    files = [JsonFile.read_optional(folder / name) for name in _TRANSFORMER_FILES]
+    config = next((file for file in files if file.values), files[0])
+    known: dict[str, object] = {
+        "transformer_task": usage.task,
+        "module_output_name": usage.output_name,
+        "processing_kwargs": {},
+        "tokenizer_name_or_path": None,
+        # Of models with a vector a token.
+        "query_length": None,
+        "document_length": None,
+        "query_expansion": None,
+    }
+    # `unpad_inputs` and `cache_dir` change no numbers.
+    read = {"max_seq_length", "do_lower_case", "modality_config", "unpad_inputs", "cache_dir"}
+    config.refuse_unknown(frozenset({*read, *known, *_HARMLESS_OPTIONS, *_FORMER_OPTIONS}))
+    plain = _without_chat_template(config) if usage in (_CLASSIFYING, _GENERATING) else config
     for field, value in known.items():
-        if config.values.get(field) not in (None, value):
+        if plain.values.get(field) not in (None, value):
             config.refuse(field, f"only {value!r} is supported.")
-    text_alone = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-    if config.values.get("modality_config") not in (None, text_alone):
+    if not usage.is_implied and config.text("transformer_task") is None:  # it would embed
+        config.refuse("transformer_task", f"missing; {usage.task!r} is needed of these modules.")
+    # With a "message" in it, texts would be put into a chat template.
+    text_alone = {"text": {"method": "forward", "method_output_name": usage.method_output_name}}
+    if plain.values.get("modality_config") not in (None, text_alone):
         config.refuse("modality_config", f"only {text_alone!r} is supported.")
+    for field in (*_HARMLESS_OPTIONS, *_FORMER_OPTIONS):
+        options = config.values.get(field) or {}
+        if not isinstance(options, dict):
+            config.refuse(field, "a map of options is needed.")
+        if others := sorted(set(options) - _HARMLESS_OPTIONS[_FORMER_OPTIONS.get(field, field)]):
+            config.refuse(field, f"{', '.join(others)} might change the vectors.")
+    return config
+
+
+def _without_chat_template(config: JsonFile) -> JsonFile:
+    """The Transformer's file but for what concerns a chat template: `worker.scoring` decides on that."""
+    modalities, options = config.values.get("modality_config"), config.values.get("processing_kwargs")
+    if not isinstance(modalities, dict) or MESSAGE not in modalities:
+        return config
+    values = {**config.values, "modality_config": {name: modalities[name] for name in modalities if name != MESSAGE}}
+    if isinstance(options, dict):
+        values["processing_kwargs"] = {name: options[name] for name in options if name != "chat_template"}
+    return JsonFile(config.path, values)
 
 
 def _length_limit(transformer: JsonFile, folder: Path) -> int | None:
@@ -296,62 +422,72 @@ def _length_limit(transformer: JsonFile, folder: Path) -> int | None:
     declared = transformer.optional_integer("max_seq_length")
     if declared is not None:
         return declared
-    value = JsonFile.read_optional(folder / "tokenizer_config.json").values.get("model_max_length")
+    tokenizer = JsonFile.read_optional(folder / "tokenizer_config.json").values
+    value = tokenizer.get("model_max_length", tokenizer.get("max_len"))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _SANE_MODEL_MAX_LENGTH:
         return None
     return int(value)
 
 
-def _check_tokenizer(path: Path, config: JsonFile) -> str:
-    """The SHA-256 of a tokenizer.json whose ids all have a row in the embedding table."""
+def _load_tokenizer(path: Path) -> Tokenizer:
+    """Raises ModelError: it is missing, or none."""
     content = read_file(path)
     try:
-        vocabulary = load_tokenizer(content).get_vocab(with_added_tokens=True)
+        return load_tokenizer(content)
     except Exception as error:  # noqa: BLE001  # the library raises plain Exception
         raise ModelError(f"{path}: not a tokenizer: {error}") from None
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Token → id. Raises ModelError: as `_load_tokenizer`."""
+    return _load_tokenizer(path).get_vocab(with_added_tokens=True)
+
+
+def _separator_id(folder: Path) -> int:
+    """Of pplx-embed-context: its own code joins chunks by the tokenizer's separator."""
+    settings = JsonFile.read_optional(folder / "tokenizer_config.json")
+    token = settings.values.get("sep_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    separator_id = _vocabulary(folder / "tokenizer.json").get(str(text or _PPLX_SEPARATOR))
+    if separator_id is None:
+        settings.refuse("sep_token", f"{text or _PPLX_SEPARATOR!r} is no token of tokenizer.json.")
+    return separator_id
+
+
+def _check_tokenizer(path: Path, config: JsonFile, length_limit: int | None) -> str:
+    """The SHA-256 of a tokenizer.json whose ids all have a row in the embedding table, whose special tokens leave room
+    for a text, and which is all there is to the tokenizer."""
+    tokenizer = _load_tokenizer(path)
     num_rows = config.integer("vocab_size")
-    num_ids = max(vocabulary.values(), default=-1) + 1
+    num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if num_ids > num_rows:
         raise ModelError(f"{path}: its ids go up to {num_ids - 1}, but {config.path}: vocab_size is {num_rows}.")
-    return hashlib.sha256(content).hexdigest()
-
-
-def read_file(path: Path) -> bytes:
-    """A file of the model, whole and in private memory.
-
-    Never a memory map: a file that is truncated under a reader of its map kills the reader (SIGBUS).
-
-    Raises:
-        ModelError: missing, not a regular file, or not readable.
-    """
-    # A symbolic link is followed (the hub's cache consists of them); a pipe would block for ever.
-    if not path.exists():
-        raise ModelError(f"{path} is missing.")
-    if not path.is_file():
-        raise ModelError(f"{path} is not a regular file.")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-def _read_json(path: Path) -> object:
-    try:
-        value: object = json.loads(read_file(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
-    return value
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(read_file(path)).hexdigest()
+    num_special = tokenizer.num_special_tokens_to_add(is_pair=False)
+    if length_limit is not None and num_special >= length_limit:
+        raise ModelError(
+            f"{path}: its {num_special} special tokens alone fill the {length_limit} that a text may have."
+        )
+    settings = JsonFile.read_optional(path.with_name("tokenizer_config.json"))
+    if settings.values.get("auto_map"):
+        settings.refuse("auto_map", "this tokenizer brings its own code, which is never run.")
+    # Some tokenizers of transformers add tokens by themselves; here tokenizer.json says all.
+    tokens = tokenizer.encode("a").tokens
+    for field, token_field, place in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
+        if not settings.flag(field, default=False):
+            continue
+        token = settings.values.get(token_field)
+        text = token.get("content") if isinstance(token, dict) else token
+        if not tokens or tokens[place] != text:
+            settings.refuse(field, f"true, but {path.name} does not add {text!r}.")
+    return sha256_of(path)
 
 
 def main() -> int:
-    """`python -m worker.checkpoint FOLDER`: whether the folder declares a model that can be served, in a moment and
-    without torch. Its weights are not looked into."""
+    """`python -m worker.checkpoint FOLDER [TASK]`: whether the folder declares a model that can be served, in a moment
+    and without torch. Its weights are not looked into."""
+    folder, task = sys.argv[1], sys.argv[2] if sys.argv[2:] else "auto"
     try:
-        checkpoint = Checkpoint.read(Path(sys.argv[1]))
+        checkpoint = Checkpoint.read(Path(folder), cast("Task", task))
         check_architecture(checkpoint.architecture, checkpoint.config)
     except ModelError as error:
         sys.stderr.write(f"{error}\n")

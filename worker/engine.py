@@ -20,13 +20,17 @@ import torch
 
 from common.protocol import ENCODINGS, FLOAT32, Batch, ModelFacts
 from worker import ragged, selfcheck
-from worker.checkpoint import Checkpoint, ModelError
+from worker.checkpoint import Checkpoint
+from worker.files import ModelError
+from worker.heads import load_scores
 from worker.layers import pack_linears
 from worker.lazy import DeviceLost, LazyTensor, Rows
-from worker.loader import load_weights
-from worker.models import build
+from worker.loader import check_weights, load_weights
+from worker.models import build, check_dtype
+from worker.output import load_output
 from worker.ragged import Limits
 from worker.runner import DeviceRunner, HostRunner, Runner
+from worker.sparse import build_sparse
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,8 +38,9 @@ if TYPE_CHECKING:
     from common.config import WorkerConfig
     from common.metrics import Metrics
     from common.models import ModelFolder
-    from worker.checkpoint import JsonFile
+    from worker.files import JsonFile
     from worker.models import Model
+    from worker.scoring import Task
 
 logger = logging.getLogger(__name__)
 
@@ -60,30 +65,53 @@ class Engine:
             ModelError: the folder's files cannot be served as they are, or not on this device in this dtype, or what
                 the device computes is not what the model says.
         """
-        started_s = time.monotonic()
+        stages = _Stages()
         self._metrics = metrics
         self._device = _choose_device(config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dtype_name = _choose_dtype(config, self._device)
-        checkpoint = Checkpoint.read(model.path)
+        checkpoint = Checkpoint.read(model.path, cast("Task", config.task))
+        check_dtype(checkpoint.architecture, dtype_name)
+        _check_shapes(checkpoint)
         self._model = _build_empty(checkpoint.architecture, checkpoint.config, self._device, _DTYPES[dtype_name])
+        stages.begin("weights")
+        # First the little that follows the pooling: what is wrong there shows in a moment.
+        if checkpoint.splade is not None:
+            self._model, output = build_sparse(checkpoint, self._model, self._device)
+            stages_sha256 = ""
+        elif checkpoint.scoring is None:
+            output, stages_sha256 = load_output(checkpoint, self._device)
+        else:
+            output, stages_sha256 = load_scores(checkpoint, self._model, self._device)
         weights_sha256 = load_weights(checkpoint.folder, self._model)
-        max_tokens = min(checkpoint.length_limit or self._model.max_positions, self._model.max_positions)
+        max_tokens = self._model.max_positions
+        if checkpoint.length_limit is not None and checkpoint.length_limit > max_tokens:
+            declared = checkpoint.length_limit
+            logger.info("%s: a limit of %d tokens is cut to its %d positions", model.path, declared, max_tokens)
+        elif checkpoint.length_limit is not None:
+            max_tokens = checkpoint.length_limit
         encodings = frozenset(ENCODINGS[name] for name in checkpoint.encodings)
-        self._limits = Limits(self._model.vocab_size, max_tokens, self._model.hidden_size, encodings)
-        fingerprint = _fingerprint(checkpoint, weights_sha256, dtype_name, self._limits)
+        self._limits = Limits(
+            self._model.vocab_size,
+            max_tokens,
+            output.dimensions,
+            encodings,
+            self._model.has_token_types,
+        )
+        fingerprint = _fingerprint(checkpoint, f"{weights_sha256} {stages_sha256}", dtype_name, self._limits)
+        stages.begin("attention")
         runner: DeviceRunner | None = None
         if self._device.type == "cpu":
             packed = pack_linears(cast("nn.Module", self._model))
-            host = HostRunner.build(self._model, checkpoint.pooling, config)
+            host = HostRunner.build(self._model, output, config)
             self._runner: Runner = host
             attention = host.attention
             how = f"{'packed' if packed else 'plain'} linear layers, {torch.get_num_threads()} CPU threads"
         else:
             runner = DeviceRunner.build(
                 self._model,
-                checkpoint.pooling,
+                output,
                 config,
                 max_tokens=max_tokens,
                 largest_batch_tokens=max(max_tokens, _largest_budget(config)),
@@ -94,6 +122,8 @@ class Engine:
             self._runner = runner
             attention = runner.attention
             how = f"graphs {config.graphs}"
+        stages.begin("step size")
+        scoring = checkpoint.scoring
         self._facts = ModelFacts(
             name=config.served_model_name or model.name,
             folder=str(checkpoint.folder),
@@ -107,26 +137,35 @@ class Engine:
             max_tokens=max_tokens,
             vocab_size=self._limits.vocab_size,
             max_batch_tokens=self._choose_max_batch_tokens(config),
-            pooling=checkpoint.pooling,
+            pooling=output.pooling,
             normalize=checkpoint.normalize,
             lower_case=checkpoint.lower_case,
-            tasks=["embed"],
+            tasks=checkpoint.tasks,
             encodings=checkpoint.encodings,
             prompts=checkpoint.prompts,
             default_prompt_name=checkpoint.default_prompt_name,
+            num_labels=0 if scoring is None else scoring.num_labels,
+            score_activation="" if scoring is None else scoring.activation,
+            pair_template="" if scoring is None else scoring.pair_template,
+            instruction=None if scoring is None else scoring.instruction,
+            separator_id=checkpoint.separator_id,
+            include_prompt=checkpoint.include_prompt,
+            has_token_types=self._limits.has_token_types and (scoring is None or scoring.has_token_types),
         )
         if runner is not None:
+            stages.begin("self-check")
             how += f", lowest cosine to float32 {selfcheck.verify(runner, self._facts):.6f}"
             if config.graphs == "eager-start":
                 how += f", {runner.capture_ladder(max_tokens)} graphs"
+        stages.begin("warm-up")
         self._warm_up()
         logger.info(
-            "%s (%s, %s) is ready on %s after %.1f s: dtype %s, attention %s, steps of %d tokens, %s",
+            "%s (%s, %s) is ready on %s after %s: dtype %s, attention %s, steps of %d tokens, %s",
             self._facts.name,
             self._facts.architecture,
             self._facts.fingerprint,
             self._facts.device,
-            time.monotonic() - started_s,
+            stages.text(),
             dtype_name,
             attention,
             self._facts.max_batch_tokens,
@@ -241,6 +280,34 @@ class Engine:
         )
 
 
+class _Stages:
+    """How long each part of a start takes, for whoever wonders why it takes long."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, float]] = [("files", time.monotonic())]
+
+    def begin(self, name: str) -> None:
+        self._begun.append((name, time.monotonic()))
+
+    def text(self) -> str:
+        ends = [begun_s for _, begun_s in self._begun[1:]] + [time.monotonic()]
+        parts = [f"{name} {end_s - begun_s:.1f}" for (name, begun_s), end_s in zip(self._begun, ends, strict=True)]
+        return f"{ends[-1] - self._begun[0][1]:.1f} s ({', '.join(parts)})"
+
+
+def _check_shapes(checkpoint: Checkpoint) -> None:
+    """What config.json says of sizes against what the weights' headers say, before memory is asked for.
+
+    Raises ModelError: they do not fit.
+    """
+    meta = torch.device("meta")
+    with meta:
+        model = build(checkpoint.architecture, checkpoint.config)
+        if checkpoint.splade is not None:
+            model, _ = build_sparse(checkpoint, model, meta)
+    check_weights(checkpoint.folder, model)
+
+
 def _build_empty(architecture: str, config: JsonFile, device: torch.device, dtype: torch.dtype) -> Model:
     """A model whose parameters are of this dtype, yet to be filled; tables that it computes keep their own."""
     former = torch.get_default_dtype()
@@ -270,6 +337,9 @@ def _part(batch: Batch, start: int, stop: int) -> Batch:
         dimensions=batch.dimensions[start:stop],
         normalize=batch.normalize[start:stop],
         encodings=batch.encodings[start:stop],
+        type_starts=batch.type_starts[start:stop],
+        span_counts=batch.span_counts[start:stop],
+        spans=batch.spans[int(batch.span_counts[:start].sum()) : int(batch.span_counts[:stop].sum())],
     )
 
 
@@ -313,11 +383,15 @@ def _fingerprint(checkpoint: Checkpoint, weights_sha256: str, dtype_name: str, l
         checkpoint.config_sha256,
         checkpoint.tokenizer_sha256,
         dtype_name,
-        checkpoint.pooling,
+        "+".join(checkpoint.poolings),
+        str(checkpoint.include_prompt),
+        repr(checkpoint.stages),
         str(checkpoint.normalize),
         " ".join(checkpoint.encodings),
         str(checkpoint.lower_case),
         str(limits.dimensions),
         str(limits.max_tokens),
+        repr(checkpoint.scoring),
+        repr(checkpoint.splade),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

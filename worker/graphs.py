@@ -35,6 +35,7 @@ from worker.ragged import Capacity, dummy_lengths
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
+    from worker.driver import Driver
 
 logger = logging.getLogger(__name__)
 
@@ -65,37 +66,41 @@ class Key(NamedTuple):
 Forward = Callable[[Key], torch.Tensor]
 
 
-def place(num_tokens: int, num_sequences: int) -> tuple[Capacity, bool]:
+def place(num_tokens: int, num_sequences: int, num_spans: int = 0, *, types: bool = False) -> tuple[Capacity, bool]:
     """The smallest capacity that takes a batch and its dummies, and whether it is worth a graph."""
     index = bisect_left(TOKEN_COUNTS, num_tokens)
     worth = index < len(TOKEN_COUNTS)
     tokens = TOKEN_COUNTS[index] if worth else -(-num_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP
-    needed = num_sequences + len(dummy_lengths(tokens - num_tokens))
+    needed = max(num_sequences + len(dummy_lengths(tokens - num_tokens)), num_spans)
     if worth and needed <= SEQUENCE_COUNTS[-1]:
-        return Capacity(tokens, SEQUENCE_COUNTS[bisect_left(SEQUENCE_COUNTS, needed)]), True
-    return Capacity(tokens, needed), False
+        return Capacity(tokens, SEQUENCE_COUNTS[bisect_left(SEQUENCE_COUNTS, needed)], types, num_spans > 0), True
+    return Capacity(tokens, needed, types, num_spans > 0), False
 
 
 def largest_capacity(max_tokens: int) -> Capacity:
     """One that has the words of every capacity that `place` can answer for up to so many tokens."""
     tokens = max(-(-max_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP, TOKEN_COUNTS[-1])
-    return Capacity(tokens, tokens + 1)
+    return Capacity(tokens, tokens + 1, types=True, spans=True)
 
 
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
+    handle: int  # of the instantiated graph, for the driver
     output: torch.Tensor
     size_bytes: int  # of device memory that its capture took
 
 
 class GraphRunner:
-    """Runs forward passes on the current stream: eagerly, or by replaying. One thread calls it."""
+    """Runs forward passes on one stream, which is to be the current one: eagerly, or by replaying. One thread calls
+    it."""
 
     def __init__(
         self,
         forward: Forward,
         warm_up: Callable[[Key], None],
+        driver: Driver,
+        stream: int,
         *,
         lazy: bool,
         max_bytes: int,
@@ -107,6 +112,7 @@ class GraphRunner:
         Args:
             forward: launches a key's kernels on the inputs as they are; must not synchronise.
             warm_up: runs `forward` eagerly on inputs made for it.
+            stream: the handle of the stream.
             lazy: whether keys are captured as they come along; else never, unless `capture` is called.
             max_bytes: of device memory that graphs may take.
             hot_keys: file of the keys that were in use; they are captured first next time.
@@ -114,6 +120,8 @@ class GraphRunner:
         """
         self._forward = forward
         self._warm_up = warm_up
+        self._driver = driver
+        self._stream = stream
         self._lazy = lazy
         self._max_bytes = max_bytes
         self._hot_keys = hot_keys
@@ -136,7 +144,7 @@ class GraphRunner:
         """Launch a key's forward pass; what it returns is valid until the next call, in the order of the stream."""
         captured = self._captured.get(key)
         if captured is not None:
-            captured.graph.replay()
+            self._driver.launch_graph(captured.handle, self._stream)
             # After the launch, which the device may be waiting for.
             self._captured.move_to_end(key)
             self._replays.inc()
@@ -236,7 +244,7 @@ class GraphRunner:
             raise
         graph.capture_end()
         free_after, _ = torch.cuda.mem_get_info()
-        return _Captured(graph, output, max(0, free_before - free_after))
+        return _Captured(graph, graph.raw_cuda_graph_exec(), output, max(0, free_before - free_after))
 
     def _shrink(self) -> None:
         keys = list(self._captured)
@@ -266,8 +274,8 @@ class GraphRunner:
         try:
             entries = json.loads(self._hot_keys.read_text())
             return [
-                Key(str(attention), Capacity(int(tokens), int(sequences)), int(max_seqlen))
-                for attention, (tokens, sequences), max_seqlen in entries[:_MAX_HOT_KEYS]
+                Key(str(attention), Capacity(int(tokens), int(sequences), bool(types), bool(spans)), int(max_seqlen))
+                for attention, (tokens, sequences, types, spans), max_seqlen in entries[:_MAX_HOT_KEYS]
             ]
         except FileNotFoundError:
             return []

@@ -236,23 +236,46 @@ class RotaryTable(nn.Module):
     Made on the CPU whichever the device: the angles of late positions are thousands of radians, where the last bit of
     a frequency, which another device's power function may round differently, shows in the third decimal of a cosine.
 
+    With dynamic scaling the table ends with the trained length. A longer text's angles depend on how long it is, so
+    they are computed with each batch, from frequencies that were made here for every length; a text that is not longer
+    takes the table's rows, to the bit, whatever it is in a batch with.
+
     Source: Su et al., RoFormer (2021); float32 throughout, as in transformers, so that late positions agree with it.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    frequencies: torch.Tensor | None  # [lengths, dim / 2], of texts as long as the table, a token longer, and so on
 
     def __init__(self, rope: Rope) -> None:
         super().__init__()
         device = torch.get_default_device()
-        positions = torch.arange(rope.num_positions, dtype=torch.float32, device="cpu")
+        frequencies = rope.frequencies_by_length()
+        num_positions = rope.num_positions if frequencies is None else rope.num_positions + 1 - len(frequencies)
+        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * rope.inverse_frequencies()  # [positions, dim / 2]
-        self.register_buffer("cos", angles.cos().to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().to(device), persistent=False)
+        self.register_buffer("cos", (angles.cos() * rope.attention_factor).to(device), persistent=False)
+        self.register_buffer("sin", (angles.sin() * rope.attention_factor).to(device), persistent=False)
+        self.register_buffer("frequencies", None if frequencies is None else frequencies.to(device), persistent=False)
 
     def at(self, batch: RaggedBatch) -> Rotation:
         """By how much each token of a batch turns, for all layers that turn alike."""
-        return Rotation(self.cos, self.sin, batch.positions)
+        if self.frequencies is None:
+            return Rotation(self.cos, self.sin, batch.positions)
+        return self._by_length(batch, self.frequencies)
+
+    def _by_length(self, batch: RaggedBatch, frequencies: torch.Tensor) -> Rotation:
+        """A row a token. No shape and no host decision depends on lengths: this is captured into graphs."""
+        longest = len(self.cos)
+        # A dummy that fills up a batch may be longer than any text.
+        excess = (batch.token_stops - batch.token_starts - longest).clamp(0, len(frequencies) - 1)
+        angles = batch.positions.float()[:, None] * frequencies.index_select(0, excess)  # [tokens, dim / 2]
+        is_longer, rows = (excess > 0)[:, None], batch.positions.clamp_max(longest - 1)
+        return Rotation(
+            torch.where(is_longer, angles.cos(), self.cos.index_select(0, rows)),
+            torch.where(is_longer, angles.sin(), self.sin.index_select(0, rows)),
+            torch.arange(len(rows), dtype=torch.int32, device=rows.device),
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryTable:
         # What converts a whole model to another dtype moves these at most: bfloat16 cannot tell positions apart.

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 import torch
 
-from common.protocol import Batch, row_bytes
+from common.protocol import SPARSE, Batch, row_bytes
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention
 from worker.attention.select import select
+from worker.driver import Driver
 from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place
 from worker.lazy import LazyTensor, Rows
-from worker.pooling import FLAG_BYTES, finish, pool
+from worker.output import Output
+from worker.pooling import FLAG_BYTES
 from worker.ragged import Capacity, RaggedBatch, load_sorted
+from worker.sparse import compress
 from worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from common.metrics import Metrics
     from worker.attention import Attention
     from worker.attention.select import Selection
-    from worker.checkpoint import Pooling
     from worker.models import Model
 
 
@@ -58,27 +60,27 @@ class Runner(Protocol):
 class HostRunner:
     """On a CPU: everything has happened when `run` returns."""
 
-    def __init__(self, model: Model, pooling: Pooling, attention: Attention) -> None:
+    def __init__(self, model: Model, output: Output, attention: Attention) -> None:
         self._model = model
-        self._pooling = pooling
+        self._output = output
         self._attention = attention
 
     @classmethod
-    def build(cls, model: Model, pooling: Pooling, config: WorkerConfig) -> HostRunner:
+    def build(cls, model: Model, output: Output, config: WorkerConfig) -> HostRunner:
         """Raises ModelError: the attention that the configuration asks for is not one for CPUs."""
         selection = select(config.attention, _head_shape(model), torch.device("cpu"), Path(config.cache_dir))
-        return cls(model, pooling, selection.backends()[0])
+        return cls(model, output, selection.backends()[0])
 
     @property
     def attention(self) -> str:
         return self._attention.name
 
     def run(self, batch: Batch) -> LazyTensor:
-        ragged, restore = load_sorted(batch, self._attention)
-        output = _launch(self._model, ragged, self._pooling).index_select(0, restore)
-        stop = FLAG_BYTES + row_width(batch, self._model.hidden_size)
+        ragged, restore = load_sorted(batch, self._attention, types=self._model.has_token_types)
+        output = _launch(self._model, self._output, ragged).index_select(0, restore)
+        stop = FLAG_BYTES + row_width(batch, self._output.dimensions)
         rows = Rows(output[:, FLAG_BYTES:stop].contiguous().numpy(), output[:, 0].numpy())
-        return LazyTensor(lambda: rows)
+        return _compressed(LazyTensor(lambda: rows), batch) if self._output.is_sparse else LazyTensor(lambda: rows)
 
     def run_ready(self, batch: Batch) -> LazyTensor:
         return self.run(batch)
@@ -103,7 +105,7 @@ class DeviceRunner:
     def __init__(
         self,
         model: Model,
-        pooling: Pooling,
+        output: Output,
         selection: Selection,
         config: WorkerConfig,
         *,
@@ -114,18 +116,22 @@ class DeviceRunner:
     ) -> None:
         """`largest_batch_tokens` bounds every batch that will come."""
         self._model = model
-        self._pooling = pooling
+        self._output = output
+        self._types = model.has_token_types
         self._selection = selection
         self._large_runs = metrics.graph_runs.labels("large")  # looked up once: it is on every step's way
         self._real_tokens = metrics.step_tokens.labels("real")
         self._padding_tokens = metrics.step_tokens.labels("padding")
         self._stream = torch.cuda.Stream(device)
-        self._staging = Staging(largest_capacity(largest_batch_tokens), self._stream)
+        driver = Driver()
+        self._staging = Staging(largest_capacity(largest_batch_tokens), self._stream, driver)
         self._instances: dict[Key, Attention] = {}
         self._has_graphs = config.graphs != "off"
         self.graphs = GraphRunner(
             self._forward,
             self._warm_up,
+            driver,
+            self._stream.cuda_stream,
             lazy=self._has_graphs,
             max_bytes=config.max_graph_bytes,
             hot_keys=hot_keys,
@@ -138,7 +144,7 @@ class DeviceRunner:
     def build(
         cls,
         model: Model,
-        pooling: Pooling,
+        output: Output,
         config: WorkerConfig,
         *,
         max_tokens: int,
@@ -163,7 +169,7 @@ class DeviceRunner:
         )
         return cls(
             model,
-            pooling,
+            output,
             selection,
             config,
             largest_batch_tokens=largest_batch_tokens,
@@ -189,7 +195,7 @@ class DeviceRunner:
                 if sequences <= tokens // 4 and sequences * longest >= tokens:
                     length = min(longest, max(1, tokens // sequences))
                     backend = self._selection.choose(tokens, sequences, length)
-                    self.graphs.capture(_key(backend, Capacity(tokens, sequences), length))
+                    self.graphs.capture(_key(backend, Capacity(tokens, sequences, self._types), length))
         return len(self.graphs.keys())
 
     @property
@@ -207,7 +213,7 @@ class DeviceRunner:
         """Launch a checked batch with this attention backend; None: the one that is chosen for its shape."""
         torch.cuda.set_stream(self._stream)
         num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
-        capacity, worth = place(num_tokens, num_sequences)
+        capacity, worth = place(num_tokens, num_sequences, len(batch.spans), types=self._types)
         longest = int(batch.lengths.max())
         if backend is None:
             backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
@@ -220,15 +226,23 @@ class DeviceRunner:
         try:
             instance.prepare(offsets)
             output = self._forward(key, instance) if way == "eager" or not worth else self.graphs.run(key)
-            lazy = self._staging.collect(slot, output, num_sequences, row_width(batch, self._model.hidden_size))
+            lazy = self._staging.collect(
+                slot,
+                output,
+                batch.num_rows,
+                row_width(batch, self._output.dimensions),
+                lambda: self._count(num_tokens, capacity.tokens, worth=worth),
+            )
         except BaseException:
             self._staging.give_back(slot)
             raise
+        return _compressed(lazy, batch) if self._output.is_sparse else lazy
+
+    def _count(self, num_tokens: int, padded: int, *, worth: bool) -> None:
         if not worth:
             self._large_runs.inc()
         self._real_tokens.inc(num_tokens)
-        self._padding_tokens.inc(capacity.tokens - num_tokens)
-        return lazy
+        self._padding_tokens.inc(padded - num_tokens)
 
     def reference(self, batch: Batch) -> npt.NDArray[np.float32]:
         """The batch's rows with every product in float32 and attention by its formula; waits for them.
@@ -236,12 +250,12 @@ class DeviceRunner:
         The weights are those that are served, so what is compared is the arithmetic.
         """
         torch.cuda.set_stream(self._stream)
-        capacity, _ = place(len(batch.token_ids), len(batch.lengths))
+        capacity, _ = place(len(batch.token_ids), len(batch.lengths), len(batch.spans), types=self._types)
         slot, _ = self._staging.load(batch, capacity)
         try:
             ragged = capacity.views(self._staging.block, ReferenceAttention(), capacity.tokens)
-            output = _launch(self._model, replace(ragged, reference=True), self._pooling)
-            return output[: len(batch.lengths), FLAG_BYTES:].cpu().numpy().view(np.float32)
+            output = _launch(self._model, self._output, replace(ragged, reference=True))
+            return output[: batch.num_rows, FLAG_BYTES:].cpu().numpy().view(np.float32)
         finally:
             self._staging.give_back(slot)
 
@@ -261,7 +275,7 @@ class DeviceRunner:
         """Launch a key's kernels on the inputs as they are, with this attention; if None, with the one it keeps."""
         bound = key.max_seqlen or key.capacity.tokens
         ragged = key.capacity.views(self._staging.block, attention or self._instances[key], bound)
-        return _launch(self._model, ragged, self._pooling)
+        return _launch(self._model, self._output, ragged)
 
     def _warm_up(self, key: Key) -> None:
         """Run a key that has not come along yet, on dummies."""
@@ -276,7 +290,10 @@ class DeviceRunner:
     def _can_run(self, key: Key) -> bool:
         names = {backend.name for backend in self._selection.backends()}
         return (
-            key.attention in names and key.capacity.tokens in TOKEN_COUNTS and key.capacity.sequences in SEQUENCE_COUNTS
+            key.attention in names
+            and key.capacity.tokens in TOKEN_COUNTS
+            and key.capacity.sequences in SEQUENCE_COUNTS
+            and key.capacity.types == self._types
         )
 
     def _instance(self, key: Key, backend: Attention) -> Attention:
@@ -288,15 +305,10 @@ class DeviceRunner:
 
 
 @torch.inference_mode()
-def _launch(model: Model, ragged: RaggedBatch, pooling: Pooling) -> torch.Tensor:
-    """uint8 [sequences, FLAG_BYTES + 4 * hidden], see `pooling.finish`."""
-    hidden = model(ragged)
-    wanted = (ragged.dimensions, ragged.normalize, ragged.encodings)
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        from worker.kernels.tail import pool_and_finish
-
-        return pool_and_finish(hidden, ragged.cu_seqlens, pooling, *wanted)
-    return finish(pool(hidden, ragged.cu_seqlens, pooling), *wanted)
+def _launch(model: Model, output: Output, ragged: RaggedBatch) -> torch.Tensor:
+    """uint8 [rows, FLAG_BYTES + 4 * dimensions], see `pooling.finish`."""
+    rows: torch.Tensor = output(model(ragged), ragged)
+    return rows
 
 
 def _head_shape(model: Model) -> HeadShape:
@@ -307,8 +319,18 @@ def _head_shape(model: Model) -> HeadShape:
 
 
 def row_width(batch: Batch, dimensions: int) -> int:
-    """Bytes of the widest row that a batch asks for."""
-    return row_bytes(int(batch.encodings.min()), dimensions)
+    """Bytes of the widest row that a batch asks for; of sparse ones, before they are compressed."""
+    encoding = min(batch.encodings.tobytes())  # of few bytes: Python is faster than numpy
+    return 4 * dimensions if encoding == SPARSE else row_bytes(encoding, dimensions)
+
+
+def _compressed(lazy: LazyTensor, batch: Batch) -> LazyTensor:
+    """A result of a model of sparse rows as its batch asks for it: what measures the model asks for float32."""
+    if batch.encodings[0] != SPARSE:
+        return lazy
+    dimensions = batch.dimensions.repeat(batch.span_counts) if len(batch.spans) else batch.dimensions
+    # Never ready, even where the step has ended: it is not for the thread that launches to compress.
+    return LazyTensor(lambda: compress(lazy.numpy(), dimensions), lambda: False)
 
 
 def _key(backend: Attention, capacity: Capacity, longest: int) -> Key:

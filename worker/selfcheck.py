@@ -16,7 +16,7 @@ import numpy as np
 
 from common.protocol import FLOAT32, Batch
 from common.tokenization import Tokenizer, TruncationRule
-from worker.checkpoint import ModelError
+from worker.files import ModelError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -57,11 +57,11 @@ def verify(runner: DeviceRunner, facts: ModelFacts) -> float:
     """
     lowest = 1.0
     for batch in _batches(facts):
-        expected = runner.reference(batch)
+        expected = _comparable(runner.reference(batch), facts)
         for backend in runner.backends():
             for way in runner.ways:
                 rows = runner.run_with(batch, backend, way).numpy().rows.view(np.float32)
-                cosine = float(_cosines(rows, expected).min())
+                cosine = float(_cosines(_comparable(rows, facts), expected).min())
                 lowest = min(lowest, cosine)
                 if not cosine >= _LEAST_COSINE:
                     raise ModelError(
@@ -72,6 +72,12 @@ def verify(runner: DeviceRunner, facts: ModelFacts) -> float:
     return lowest
 
 
+def _comparable(rows: npt.NDArray[np.float32], facts: ModelFacts) -> npt.NDArray[np.float32]:
+    """A score is one number, which has no direction, and a sparse row may have no values, or nearly none: those of a
+    batch are compared as one row."""
+    return rows.reshape(1, -1) if {"score", "sparse"}.intersection(facts.tasks) else rows
+
+
 def _batches(facts: ModelFacts) -> list[Batch]:
     """Short texts, documents, and one long text, as far as the model takes them."""
     short = Tokenizer(facts).encode(list(_TEXTS), TruncationRule(allowed=True))
@@ -79,24 +85,21 @@ def _batches(facts: ModelFacts) -> list[Batch]:
     long = np.resize(words, min(_LONG_TOKENS, facts.max_tokens))
     document = min(_DOCUMENT_TOKENS, facts.max_tokens)
     documents = [np.roll(words, 17 * shift) for shift in range(4)]
-    return [
-        _batch([*short, short[0][:1]], facts.dimensions),
-        _batch(
-            [np.resize(ids, document - shift) for shift, ids in enumerate(documents) if document > shift],
-            facts.dimensions,
-        ),
-        _batch([long], facts.dimensions),
-    ]
+    documents = [np.resize(ids, document - shift) for shift, ids in enumerate(documents) if document > shift]
+    batches = [[*short, short[0][:1]], documents, [long]]
+    if "score" in facts.tasks:
+        batches = [[sequence for batch in batches for sequence in batch]]  # of one score nothing could be told
+    return [_batch(batch, facts) for batch in batches]
 
 
-def _batch(sequences: list[npt.NDArray[np.int32]], dimensions: int) -> Batch:
+def _batch(sequences: list[npt.NDArray[np.int32]], facts: ModelFacts) -> Batch:
     return Batch(
         epoch=0,
         batch_id=0,
         token_ids=np.concatenate(sequences).astype(np.int32),
         lengths=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
-        dimensions=np.full(len(sequences), dimensions, dtype=np.int32),
-        normalize=np.ones(len(sequences), dtype=np.uint8),
+        dimensions=np.full(len(sequences), facts.dimensions, dtype=np.int32),
+        normalize=np.full(len(sequences), "score" not in facts.tasks, dtype=np.uint8),
         encodings=np.full(len(sequences), FLOAT32, dtype=np.uint8),
     )
 

@@ -42,8 +42,8 @@ from common.protocol import (
     Refuse,
     Result,
 )
-from worker.checkpoint import ModelError
 from worker.compute import Broken, Compute, Outcome, Ready
+from worker.files import ModelError
 from worker.lazy import DeviceLost
 
 if TYPE_CHECKING:

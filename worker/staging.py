@@ -14,11 +14,13 @@ the device.
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from worker.driver import Driver
 from worker.lazy import LazyTensor, Rows
 from worker.pooling import FLAG_BYTES
 from worker.ragged import Capacity, HostArrays
@@ -36,11 +38,10 @@ _MAX_KEPT_INPUTS = 256  # of a slot: more capacities than graphs have; what larg
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Input:
-    """A capacity's part of a slot's pinned input, and where it goes."""
+    """A capacity's part of a slot's pinned input."""
 
     arrays: HostArrays
-    source: torch.Tensor
-    destination: torch.Tensor
+    num_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -59,16 +60,20 @@ class Staging:
     Every result has to be read: its buffers are on loan until then, and `load` waits where all are.
     """
 
-    def __init__(self, largest: Capacity, stream: torch.cuda.Stream) -> None:
+    def __init__(self, largest: Capacity, stream: torch.cuda.Stream, driver: Driver) -> None:
         """Room for any capacity whose `num_words` are at most those of the largest. `stream` is what computes."""
         device = stream.device
         self._device = device
         self._stream = stream
+        self._stream_handle: int = stream.cuda_stream
+        self._driver = driver
         self._copy_stream = torch.cuda.Stream(device)
-        self.block = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
+        num_words = largest.num_words
+        self.block = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._block_address = self.block.data_ptr()
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for _ in range(_NUM_SLOTS):
-            pinned = torch.zeros(largest.num_words, dtype=torch.int32, pin_memory=True)
+            pinned = torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
             empty = torch.empty(0, dtype=torch.uint8)
             launched = torch.cuda.Event()
             copied = torch.cuda.Event(blocking=True)
@@ -84,15 +89,16 @@ class Staging:
         try:
             place = slot.inputs.get(capacity) or self._cut(slot, capacity)
             offsets = place.arrays.fill(batch)
-            place.destination.copy_(place.source, non_blocking=True)
+            self._driver.copy_in(
+                self._block_address, slot.pinned_input.data_ptr(), place.num_bytes, self._stream_handle
+            )
         except BaseException:
             self._free.put(slot)
             raise
         return slot, offsets
 
     def _cut(self, slot: _Slot, capacity: Capacity) -> _Input:
-        source = slot.pinned_input[: capacity.num_words]
-        place = _Input(HostArrays(capacity, source.numpy()), source, self.block[: capacity.num_words])
+        place = _Input(HostArrays(capacity, slot.pinned_input.numpy()), 4 * capacity.num_words)
         if len(slot.inputs) < _MAX_KEPT_INPUTS:
             slot.inputs[capacity] = place
         return place
@@ -104,30 +110,36 @@ class Staging:
         finally:
             self._free.put(slot)
 
-    def collect(self, slot: _Slot, output: torch.Tensor, num_sequences: int, width: int) -> LazyTensor:
+    def collect(
+        self, slot: _Slot, output: torch.Tensor, num_rows: int, width: int, count: Callable[[], None]
+    ) -> LazyTensor:
         """Keep `width` bytes of each of the first rows for whoever reads them.
 
         Args:
-            output: uint8 [at least num_sequences, FLAG_BYTES + at least width], as `pooling.finish` gives it; the next
-                step may overwrite it.
+            output: uint8 [at least num_rows, FLAG_BYTES + at least width], contiguous, as `pooling.finish` gives it;
+                the next step may overwrite it.
+            count: called by whoever reads the rows: bookkeeping that nothing has to wait for.
         """
-        shape = (num_sequences, FLAG_BYTES + width)
-        size = shape[0] * shape[1]
-        self._grow(slot, size)
-        kept = slot.device_output.as_strided(shape, (shape[1], 1))
-        kept.copy_(output.as_strided(shape, (output.stride(0), 1)))
+        whole = output.shape[1]
+        self._grow(slot, num_rows * whole)
+        # Whole rows, in one piece: on the device that costs nothing.
+        address = slot.device_output.data_ptr()
+        self._driver.copy_within(address, output.data_ptr(), num_rows * whole, self._stream_handle)
         slot.launched.record(self._stream)
 
         def read() -> Rows:
             try:
+                count()
                 torch.cuda.set_device(self._device)  # a thread of its own starts out at device 0
+                wanted = slot.device_output[: num_rows * whole].view(num_rows, whole)[:, : FLAG_BYTES + width]
+                host = slot.pinned_output[: wanted.numel()].view(wanted.shape)
                 with torch.cuda.stream(self._copy_stream):
                     slot.launched.wait()
-                    slot.pinned_output[:size].copy_(slot.device_output[:size], non_blocking=True)
+                    host.copy_(wanted, non_blocking=True)
                     slot.copied.record()
                 slot.copied.synchronize()
-                host = slot.pinned_output[:size].numpy().reshape(shape)
-                return Rows(host[:, FLAG_BYTES:].copy(), host[:, 0].copy())
+                rows = host.numpy()
+                return Rows(rows[:, FLAG_BYTES:].copy(), rows[:, 0].copy())
             finally:
                 self._free.put(slot)
 

@@ -51,7 +51,7 @@ def test_the_plain_forward_pass_gives_the_vectors_of_the_engine(tmp_path: Path, 
     engine = start_engine(str(folder), "off", str(tmp_path / "cache"), device="cpu").engine
     batch = batch_of([11, 11, 11], engine.hello())
 
-    plain = PlainQwen3(folder, config, checkpoint.pooling, torch.device("cpu"), torch.float32)
+    plain = PlainQwen3(folder, config, checkpoint.poolings[0], torch.device("cpu"), torch.float32)
     rows = plain(as_matrix(batch), reference=True).numpy()
 
     np.testing.assert_allclose(engine_variant(engine)(batch)(), rows, atol=2e-6)

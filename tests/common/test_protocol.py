@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import protocol, transport
+from common import protocol
 from common.errors import ProtocolError
 from common.protocol import (
     BINARY,
@@ -202,11 +202,11 @@ def test_the_smallest_number_of_a_dense_encoding_has_the_widest_rows() -> None:
     ("dimensions", "expected"), [(1, MAX_ROWS), (256, 65_536), (1024, 16_384), (4096, 4096), (2**40, 1)]
 )
 def test_the_rows_of_a_batch_fit_into_a_frame(dimensions: int, expected: int) -> None:
-    assert max_rows(dimensions) == expected
+    assert max_rows(dataclasses.replace(FACTS, dimensions=dimensions)) == expected
 
 
-def test_the_transport_takes_a_frame_of_the_size_that_is_planned_with() -> None:
-    assert transport._MAX_FRAME_BYTES == protocol.MAX_FRAME_BYTES
+def test_sparse_rows_are_planned_for_as_if_they_were_full() -> None:
+    assert max_rows(dataclasses.replace(FACTS, dimensions=30_522, encodings=["sparse"])) == 274
 
 
 def sparse_rows(*counts: int, num_bytes: int) -> np.ndarray:

@@ -55,6 +55,7 @@ class Stub:
         self.entered = asyncio.Event()  # a submit has begun to wait
         self.cancelled = asyncio.Event()
         self.submitted: list[dict[str, object]] = []
+        self.logit_of: Callable[[list[int]], float] | None = None  # of a model that scores, from a sequence's ids
 
     def readiness(self) -> Readiness:
         return self.status
@@ -65,12 +66,21 @@ class Stub:
     async def close(self) -> None:
         pass
 
-    async def submit(self, sequences: list[npt.NDArray[np.int32]], options: Options) -> Embedded:
+    async def submit(
+        self,
+        sequences: list[npt.NDArray[np.int32]],
+        options: Options,
+        *,
+        type_starts: list[int] | None = None,
+        spans: list[npt.NDArray[np.int32]] | None = None,
+    ) -> Embedded:
         self.submitted.append(
             {
                 "sequences": [row.tolist() for row in sequences],
                 "lane": options.lane,
                 "deadline_ns": options.deadline_ns,
+                "type_starts": type_starts,
+                "spans": None if spans is None else [of_sequence.tolist() for of_sequence in spans],
             }
         )
         assert options.encoding == "float32"
@@ -82,7 +92,14 @@ class Stub:
             raise
         if self.error is not None:
             raise self.error
-        rows = np.stack([vector(row, dimensions=options.dimensions, normalize=options.normalize) for row in sequences])
+        if self.logit_of is not None:
+            rows = np.array([[self.logit_of(row.tolist())] for row in sequences])
+        else:
+            parts = sequences
+            if spans is not None:
+                parts = [row[a:b] for row, found in zip(sequences, spans, strict=True) for a, b in found]
+            shape = {"dimensions": options.dimensions, "normalize": options.normalize}
+            rows = np.stack([vector(part, **shape) for part in parts])
         if self.poison is not None:
             rows[-1, 0] = self.poison
         return Embedded(rows.astype(np.float32), queue_us=1500, step_us=2500)
@@ -108,6 +125,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
     folder: Path = tmp_path_factory.mktemp("model")
     tokenizer.save(str(folder / "tokenizer.json"))
     return dataclasses.replace(
@@ -121,6 +139,13 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
         prompts={"query": "w1 w2 ", "document": ""},
         default_prompt_name=None,
     )
+
+
+def with_tokenizer(facts: ModelFacts, tokenizer: Tokenizer, folder: Path, **changes: object) -> ModelFacts:
+    """The same model with this tokenizer, saved in this folder, and other facts changed."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    return dataclasses.replace(facts, folder=str(folder), tokenizer_sha256=digest, **changes)
 
 
 @pytest.fixture

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import hashlib
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import processors
 
 from common.errors import DeadlineExceeded, NonfiniteOutput, Overloaded, Unavailable
 from common.metrics import Metrics
@@ -152,6 +156,51 @@ async def test_the_checkpoints_default_prompt_is_used_until_another_is_named(ser
     empty = (await embed(running.port, {"input": "w5", "prompt": ""})).json
     ids = (await embed(running.port, {"input": [1, 9, 2]})).json
     assert [body["usage"]["prompt_tokens"] for body in (default, named, empty, ids)] == [5, 3, 3, 3]
+
+
+async def test_a_prompt_that_is_not_pooled_leaves_a_span_of_what_follows_it(serve: Serve, facts: ModelFacts) -> None:
+    running = await serve(served=dataclasses.replace(facts, include_prompt=False))
+
+    await embed(running.port, {"input": ["w5", "w5 w6"], "prompt_name": "query"})
+    await embed(running.port, {"input": "w5"})
+    await embed(running.port, {"input": [1, 9, 2]})
+
+    assert [sent["spans"] for sent in running.stub.submitted] == [[[[3, 5]], [[3, 6]]], None, None]
+    assert running.stub.submitted[0]["sequences"][0] == [1, 5, 6, 9, 2]
+
+
+async def test_a_prompt_that_leaves_nothing_to_pool_is_refused(serve: Serve, facts: ModelFacts, tmp_path: Path) -> None:
+    bare = RustTokenizer.from_file(f"{facts.folder}/tokenizer.json")
+    bare.post_processor = processors.Sequence([])
+    bare.save(str(tmp_path / "tokenizer.json"))
+    digest = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+    served = dataclasses.replace(facts, include_prompt=False, folder=str(tmp_path), tokenizer_sha256=digest)
+    running = await serve(served=served)
+
+    answer = await embed(running.port, {"input": "w5", "prompt": "w1 " * 20, "truncate": True})
+
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["param"]) == (400, "empty_input", "input")
+    assert running.stub.submitted == []
+
+
+async def test_a_prompt_that_is_not_pooled_cannot_be_cut_off(serve: Serve, facts: ModelFacts) -> None:
+    running = await serve(served=dataclasses.replace(facts, include_prompt=False))
+    body = {"input": "w5", "prompt": "w1 ", "truncate": True, "truncation_direction": "left"}
+
+    answer = await embed(running.port, body)
+
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["param"]) == (400, "unsupported_parameter", "truncation_direction")
+
+
+async def test_a_model_that_makes_no_embeddings_is_not_asked_for_any(serve: Serve, facts: ModelFacts) -> None:
+    running = await serve(served=dataclasses.replace(facts, tasks=["score"], num_labels=1))
+
+    answer = await embed(running.port, {"input": "w5"})
+
+    assert (answer.status, answer.json["error"]["code"], answer.json["error"]["param"]) == (400, "wrong_task", "model")
+    assert running.stub.submitted == []
 
 
 @pytest.mark.parametrize("shape", ["string", "list", "second", "ids"])

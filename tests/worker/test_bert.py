@@ -13,7 +13,8 @@ from tests.models import bert_config, bert_tensors, embed, make_batch, random_se
 from tests.reference import BertReference
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint, ModelError
+from worker.checkpoint import Checkpoint
+from worker.files import ModelError
 from worker.loader import load_weights
 from worker.models import build
 from worker.pooling import pool
@@ -68,7 +69,7 @@ def test_a_reference_batch_is_computed_in_float32_whatever_the_weights_are(tmp_p
     hidden = model(dataclasses.replace(ragged, reference=True))
 
     assert hidden.dtype == torch.float32
-    rows = pool(hidden, ragged.cu_seqlens, "mean")[restore].numpy()
+    rows = pool(hidden, ragged.spans, "mean")[restore].numpy()
     reference = BertReference(folder)
     np.testing.assert_allclose(rows, np.stack([reference.embed(s) for s in SEQUENCES]), rtol=0, atol=1e-5)
 
@@ -114,7 +115,7 @@ def test_names_of_old_checkpoints_give_the_same_rows(tmp_path: Path, tiny_folder
         ({"num_hidden_layers": "2"}, "config.json: num_hidden_layers: a positive integer is needed"),
         ({"num_hidden_layers": None}, "config.json: num_hidden_layers: missing"),
         ({"layer_norm_eps": "tiny"}, "config.json: layer_norm_eps"),
-        ({"architectures": ["BertForSequenceClassification"]}, "architectures: BertForSequenceClassification is not"),
+        ({"architectures": ["BertForTokenClassification"]}, "architectures: BertForTokenClassification is not"),
         ({"architectures": None}, "config.json: architectures: a list of one name"),
         ({"auto_map": {"AutoModel": "modeling.Model"}}, "config.json: auto_map: .* never run"),
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config"),

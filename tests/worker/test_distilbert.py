@@ -26,7 +26,8 @@ from tests.models import (
 )
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint, ModelError
+from worker.checkpoint import Checkpoint
+from worker.files import ModelError
 from worker.loader import load_weights
 from worker.models import build
 from worker.pooling import pool
@@ -108,7 +109,7 @@ def test_a_reference_batch_is_computed_in_float32_whatever_the_weights_are(tmp_p
     hidden = model(dataclasses.replace(ragged, reference=True))
 
     assert hidden.dtype == torch.float32
-    rows = pool(hidden, ragged.cu_seqlens, "mean")[restore].numpy()
+    rows = pool(hidden, ragged.spans, "mean")[restore].numpy()
     np.testing.assert_allclose(rows, embed(make_engine(folder, dtype="float32"), SEQUENCES), rtol=0, atol=1e-5)
 
 

@@ -16,8 +16,8 @@ from common.tokenization import Tokenizer, TruncationRule
 from tests.models import bert_config, bert_tensors, make_batch, random_sequences, write_bert, write_json, write_pplx
 from tests.reference import BertReference, Qwen3Reference, unit
 from tests.worker.conftest import make_engine
-from worker.checkpoint import ModelError
 from worker.engine import Engine
+from worker.files import ModelError
 from worker.lazy import LazyTensor
 from worker.ragged import BadBatch
 from worker.runner import Runner
@@ -81,6 +81,18 @@ def test_each_sequence_has_its_own_dimensions_and_normalisation(tiny_engine: Eng
     assert not rows[3, 1:].any()
 
 
+def test_each_span_of_a_sequence_has_a_row_of_its_own(tiny_engine: Engine) -> None:
+    sequences = random_sequences([6, 3])
+    each = [[(token, token + 1) for token in range(length)] for length in (6, 3)]
+    tokens = embed(tiny_engine, make_batch(sequences, spans=each))
+
+    rows = embed(tiny_engine, make_batch(sequences, spans=[[(0, 2), (3, 6)], [(0, 3)]]))
+
+    expected = [tokens[0:2].mean(0), tokens[3:6].mean(0), tokens[6:9].mean(0)]
+    np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(rows[2], embed(tiny_engine, make_batch(sequences))[1], rtol=0, atol=1e-6)
+
+
 def test_rows_are_bytes_and_contiguous(tiny_engine: Engine) -> None:
     rows = tiny_engine.step(make_batch([[1], [2]])).numpy().rows
 
@@ -123,7 +135,7 @@ def test_hello_tells_the_facts(tiny_engine: Engine, tiny_folder: Path) -> None:
     assert facts.folder == str(tiny_folder)
     assert (facts.architecture, facts.device, facts.dtype) == ("BertModel", "cpu", "float32")
     assert (facts.dimensions, facts.max_tokens, facts.vocab_size) == (32, 48, 64)
-    assert (facts.pooling, facts.normalize, facts.tasks) == ("mean", True, ["embed"])
+    assert (facts.pooling, facts.normalize, facts.tasks) == ("mean", True, ["embed", "tokens"])
     assert facts.max_batch_tokens == 512
     assert len(facts.fingerprint) == 16
 

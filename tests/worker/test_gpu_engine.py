@@ -15,8 +15,9 @@ from common.protocol import Batch
 from tests.models import bert_config, bert_tensors, make_batch, qwen3_config, qwen3_tensors, write_bert, write_qwen3
 from tests.reference import BertReference, unit
 from tests.worker.conftest import make_engine
-from worker.checkpoint import ModelError
 from worker.engine import Engine
+from worker.files import ModelError
+from worker.output import Output
 from worker.ragged import RaggedBatch
 from worker.runner import DeviceRunner
 from worker.selfcheck import verify
@@ -104,7 +105,7 @@ def test_a_graph_computes_the_same_bits_as_eager_launches(engine: Engine, tmp_pa
     backend = next(backend for backend in runner_of(engine).backends() if backend.name == "triton")
     runner = DeviceRunner.build(
         engine._model,
-        "last",
+        Output(["last"], [], engine._model.hidden_size),
         WorkerConfig(run_dir="unused", cache_dir=str(tmp_path)),
         max_tokens=512,
         largest_batch_tokens=512,
@@ -216,7 +217,7 @@ class Blind:
         pass
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, *, causal: bool
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, **options: object
     ) -> torch.Tensor:
         return torch.zeros_like(query, memory_format=torch.contiguous_format)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.metrics import Metrics
+from worker.driver import Driver
 from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place
 from worker.ragged import Capacity
 
@@ -51,7 +52,9 @@ def test_the_largest_capacity_has_room_for_every_other(max_tokens: int) -> None:
 
     for num_tokens in (1, 63, 65, 511, 1025, max_tokens):
         for num_sequences in (1, min(num_tokens, 500), num_tokens):
-            assert place(min(num_tokens, max_tokens), min(num_sequences, max_tokens))[0].num_words <= room
+            sequences = min(num_sequences, max_tokens)
+            capacity, _ = place(min(num_tokens, max_tokens), sequences, sequences, types=True)
+            assert capacity.num_words <= room
 
 
 class Doubler:
@@ -90,6 +93,8 @@ def start(doubler: Doubler, tmp_path: Path, metrics: Metrics) -> Start:
         return GraphRunner(
             doubler.forward,
             doubler.warm_up,
+            Driver(),
+            torch.cuda.current_stream().cuda_stream,
             lazy=lazy,
             max_bytes=max_bytes,
             hot_keys=tmp_path / "cache" / "hot.json",

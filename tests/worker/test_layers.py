@@ -227,7 +227,7 @@ def test_float32_activations_widen_half_precision_weights() -> None:
 def test_fused_layers_compute_what_the_float32_stream_does(dtype: torch.dtype, num_tokens: int) -> None:
     hidden, heads, kv_heads, head_dim = 256, 4, 2, 64
     with torch.device("cuda"):
-        table = RotaryTable(num_positions=512, head_dim=head_dim, theta=10000.0)
+        table = RotaryTable(Rope(num_positions=512, dim=head_dim, theta=10000.0))
         modules = torch.nn.ModuleDict(
             {
                 "linear": Linear(hidden, hidden, ACTIVATIONS["gelu"]),
@@ -235,7 +235,12 @@ def test_fused_layers_compute_what_the_float32_stream_does(dtype: torch.dtype, n
                 "mlp": GatedMlp(hidden, 512),
                 "rms": RMSNorm(hidden, 1e-6),
                 "norm": LayerNorm(hidden, 1e-6),
-                "qkv": RotaryQkv(hidden, heads, kv_heads, head_dim, 1e-6),
+                "qkv": RotaryQkv(hidden, heads, kv_heads, head_dim, bias=False, epsilon=1e-6),
+                "plain qkv": RotaryQkv(hidden, heads, kv_heads, head_dim, bias=True),
+                "offset qkv": RotaryQkv(hidden, heads, kv_heads, head_dim, bias=False, epsilon=1e-6, norm_offset=1.0),
+                "gelu mlp": GatedMlp(hidden, 512, ACTIVATIONS["gelu_new"], bias=True, down_bias=True),
+                "bare norm": LayerNorm(hidden, 1e-6, bias=False),
+                "offset rms": RMSNorm(hidden, 1e-6, offset=1.0),
                 "embedding": Embedding(100, hidden),
             }
         )
@@ -247,8 +252,16 @@ def test_fused_layers_compute_what_the_float32_stream_does(dtype: torch.dtype, n
     positions = torch.arange(num_tokens, dtype=torch.int32, device="cuda")
 
     def outputs(x: torch.Tensor, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        query, key, value = modules["qkv"](x, positions, table)
+        rotation = Rotation(table.cos, table.sin, positions)
+        query, key, value = modules["qkv"](x, rotation)
         return {
+            "plain query": modules["plain qkv"](x, rotation)[0],
+            "plain key": modules["plain qkv"](x, rotation)[1],
+            "offset key": modules["offset qkv"](x, rotation)[1],
+            "gelu mlp": modules["gelu mlp"](x),
+            "bare norm": modules["bare norm"](x),
+            "bare norm of a sum": modules["bare norm"](x, residual),
+            "offset rms": modules["offset rms"](x),
             "linear": modules["linear"](x),
             "bare": modules["bare"](x, residual.clone()),  # which may hold the result afterwards
             "mlp": modules["mlp"](x, residual.clone()),
@@ -274,6 +287,13 @@ def test_fused_layers_compute_what_the_float32_stream_does(dtype: torch.dtype, n
         "key": 4,
         "value": 2,
         "embedding": 0,
+        "plain query": 4,
+        "plain key": 4,
+        "offset key": 4,
+        "gelu mlp": 8,
+        "bare norm": 1,
+        "bare norm of a sum": 2,
+        "offset rms": 1,
     }
     computed, expected = outputs(x, residual), outputs(x.float(), residual.float())
     assert computed.keys() == roundings.keys()

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from common.protocol import BINARY, FLOAT32, INT8
-from worker.pooling import FLAG_BYTES, finish, pool
+from worker.modules import Pooling
+from worker.pooling import FLAG_BYTES, Spans, finish, pool
 
 HIDDEN = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 0.0], [-1.0, -8.0]])
-CU_SEQLENS = torch.tensor([0, 1, 4], dtype=torch.int32)
 NAN = math.nan
 
 
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def spans(*bounds: int) -> Spans:
+    """Of sequences side by side, from one bound to the next."""
+    return ints(*bounds[:-1]), ints(*bounds[1:])
+
+
+SPANS = spans(0, 1, 4)
 
 
 def encode(
@@ -42,25 +51,42 @@ def int8_of(rows: torch.Tensor, dimensions: torch.Tensor | None = None) -> list[
 
 
 def test_mean_pooling_averages_each_sequence() -> None:
-    assert pool(HIDDEN, CU_SEQLENS, "mean").tolist() == [[1.0, -2.0], [pytest.approx(7 / 3), pytest.approx(-4 / 3)]]
+    assert pool(HIDDEN, SPANS, "mean").tolist() == [[1.0, -2.0], [pytest.approx(7 / 3), pytest.approx(-4 / 3)]]
 
 
 def test_cls_pooling_takes_first_tokens() -> None:
-    assert pool(HIDDEN, CU_SEQLENS, "cls").tolist() == [[1.0, -2.0], [3.0, 4.0]]
+    assert pool(HIDDEN, SPANS, "cls").tolist() == [[1.0, -2.0], [3.0, 4.0]]
 
 
 def test_last_pooling_takes_last_tokens() -> None:
-    assert pool(HIDDEN, CU_SEQLENS, "last").tolist() == [[1.0, -2.0], [-1.0, -8.0]]
+    assert pool(HIDDEN, SPANS, "last").tolist() == [[1.0, -2.0], [-1.0, -8.0]]
 
 
 def test_max_pooling_takes_the_largest_of_each_column() -> None:
-    assert pool(HIDDEN, CU_SEQLENS, "max").tolist() == [[1.0, -2.0], [5.0, 4.0]]
+    assert pool(HIDDEN, SPANS, "max").tolist() == [[1.0, -2.0], [5.0, 4.0]]
+
+
+def test_mean_sqrt_len_pooling_divides_the_sum_by_the_root_of_the_length() -> None:
+    root = pytest.approx(7 / 3**0.5)
+    assert pool(HIDDEN, SPANS, "mean_sqrt_len").tolist() == [[1.0, -2.0], [root, pytest.approx(-4 / 3**0.5)]]
+
+
+def test_weighted_mean_pooling_weighs_later_tokens_more() -> None:
+    expected = [pytest.approx((3 + 2 * 5 - 3) / 6), pytest.approx((4 + 0 - 3 * 8) / 6)]
+    assert pool(HIDDEN, SPANS, "weighted_mean").tolist() == [[1.0, -2.0], expected]
+
+
+@pytest.mark.parametrize("pooling", get_args(Pooling))
+def test_tokens_in_no_span_change_no_row(pooling: Pooling) -> None:
+    rows = pool(HIDDEN, (ints(1, 3), ints(2, 4)), pooling)
+
+    assert rows.tolist() == [[3.0, 4.0], [-1.0, -8.0]]
 
 
 def test_half_precision_is_pooled_in_float32() -> None:
     hidden = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
 
-    rows = pool(hidden, ints(0, 3), "mean")
+    rows = pool(hidden, spans(0, 3), "mean")
 
     assert rows.dtype == torch.float32
     assert rows.tolist() == [[pytest.approx(86.0)]]
@@ -70,28 +96,28 @@ def test_a_row_does_not_depend_on_the_sequences_beside_it() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 16, generator=generator)
 
-    together = pool(hidden, ints(0, 7, 40, 50), "mean")
+    together = pool(hidden, spans(0, 7, 40, 50), "mean")
 
-    assert torch.equal(together[1:2], pool(hidden[7:40], ints(0, 33), "mean"))
+    assert torch.equal(together[1:2], pool(hidden[7:40], spans(0, 33), "mean"))
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max"])
+@pytest.mark.parametrize("pooling", get_args(Pooling))
 @pytest.mark.parametrize("cu_seqlens", [(0, 0, 1, 1, 4, 4, 4), (0, 1, 4), (0, 0, 0, 4)])
 def test_sequences_without_tokens_are_zeros_and_change_no_other_row(pooling: str, cu_seqlens: tuple[int, ...]) -> None:
     offsets = ints(*cu_seqlens)
     lengths = offsets.diff()
     full = torch.cat((ints(0), lengths[lengths > 0].cumsum(0).int()))
 
-    rows = pool(HIDDEN, offsets, pooling)
+    rows = pool(HIDDEN, (offsets[:-1], offsets[1:]), pooling)
 
-    assert torch.equal(rows[lengths > 0], pool(HIDDEN, full, pooling))
+    assert torch.equal(rows[lengths > 0], pool(HIDDEN, (full[:-1], full[1:]), pooling))
     assert (rows[lengths == 0] == 0).all()
 
 
 def test_a_sequence_without_tokens_stays_zero_beside_one_that_is_not_finite() -> None:
     hidden = torch.tensor([[NAN], [1.0]])
-    for pooling in ("mean", "cls", "last", "max"):
-        assert pool(hidden, ints(0, 0, 1, 2, 2), pooling)[[0, 2, 3], 0].tolist() == [0.0, 1.0, 0.0]
+    for pooling in get_args(Pooling):
+        assert pool(hidden, spans(0, 0, 1, 2, 2), pooling)[[0, 2, 3], 0].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_a_row_stands_behind_its_flag_and_three_zeros() -> None:

@@ -19,6 +19,7 @@ from tests.models import (
     qwen3_tensors,
     random_sequences,
     write_bert,
+    write_json,
     write_pplx,
     write_qwen3,
 )
@@ -26,7 +27,8 @@ from tests.reference import Qwen3Reference
 from tests.variants import QWEN3_TEXTS, QWEN3_VARIANTS
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint, ModelError
+from worker.checkpoint import Checkpoint
+from worker.files import ModelError
 from worker.loader import load_weights
 from worker.models import build
 from worker.pooling import pool
@@ -129,7 +131,7 @@ def test_a_reference_batch_is_computed_in_float32_whatever_the_weights_are(tmp_p
     hidden = model(dataclasses.replace(ragged, reference=True))
 
     assert hidden.dtype == torch.float32
-    rows = pool(hidden, ragged.cu_seqlens, "last")[restore].numpy()
+    rows = pool(hidden, ragged.spans, "last")[restore].numpy()
     reference = Qwen3Reference(folder, causal=causal)
     np.testing.assert_allclose(rows, np.stack([reference.embed(s) for s in SEQUENCES]), rtol=0, atol=1e-5)
 
@@ -155,15 +157,17 @@ def test_pplx_embed_tells_its_encodings_and_does_not_normalise(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type: 'qwen2' is not a Qwen3Model's"),
-        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        ({"model_type": "qwen2"}, "model_type: 'qwen2' is not this architecture's"),
+        ({"hidden_act": "mish"}, "hidden_act: 'mish' is not supported"),
         ({"hidden_act": None}, "hidden_act: None is not supported"),
-        ({"attention_bias": True}, "attention_bias: biases in attention"),
-        ({"use_sliding_window": True}, "use_sliding_window: sliding windows"),
-        ({"layer_types": ["full_attention"] * 2}, "layer_types: 3 times 'full_attention'"),
+        ({"attention_bias": "yes"}, "attention_bias: true or false"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "max_window_layers: a whole number is needed"),
+        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "sliding_window: a positive"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types: a list of 3 is needed"),
+        ({"layer_types": ["full_attention"] * 2 + ["chunked_attention"]}, "layer_types: full_attention and sliding"),
         (
             {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-            "layer_types: 3 times 'full_attention'",
+            "layer_types: 'sliding_attention' needs use_sliding_window",
         ),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 4"),
         ({"head_dim": None}, "head_dim: missing"),
@@ -172,18 +176,21 @@ def test_pplx_embed_tells_its_encodings_and_does_not_normalise(tmp_path: Path) -
         ({"rope_theta": None}, "rope_theta: missing, and not in rope_parameters"),
         ({"rope_theta": "large"}, "rope_theta: a positive number"),
         ({"rope_theta": float("inf")}, "rope_theta: a positive number"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling: scaled rotary positions"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling: only the type 'default'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type: 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.factor: missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: heads that are rotated in part"),
         ({"rope_theta": 10**400}, "rope_theta: a positive number is needed"),
         ({"num_key_value_heads": None}, "num_key_value_heads: missing"),
         ({"head_dim": 10**30}, "head_dim: a positive integer is needed"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters: scaled rotary"),
-        ({"rope_parameters": [1e4]}, "rope_parameters: scaled rotary"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta, rope_parameters: they disagree"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: not a field of Qwen3's"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters.full_attention: not understood",
+        ),
+        ({"rope_parameters": [1e4]}, "rope_parameters: a map is needed"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta, rope_parameters.rope_theta: they disagree"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: not a field of this"),
         ({"is_causal": "no"}, "is_causal: true or false"),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures: Qwen3ForSequenceClassification is not"),
+        ({"architectures": ["Qwen3ForTokenClassification"]}, "architectures: Qwen3ForTokenClassification is not"),
         ({"auto_map": {"AutoModel": "modeling.Qwen3Model"}}, "auto_map: .* never run"),
     ],
 )
@@ -199,12 +206,14 @@ def test_a_configuration_that_is_not_implemented_stops_the_start(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen3"}, "model_type: 'qwen3' is not a PPLXQwen3Model's"),
+        ({"model_type": "qwen3"}, "model_type: 'qwen3' is not this architecture's"),
+        ({"attention_bias": True}, "attention_bias: not supported of a PPLXQwen3Model"),
+        ({"use_sliding_window": True}, "use_sliding_window: not supported of a PPLXQwen3Model"),
         ({"use_bidirectional_attention": False}, "use_bidirectional_attention: false, but"),
         ({"is_causal": True}, "is_causal: true, but"),
         (
-            {"auto_map": {"AutoModel": "modeling.PPLXQwen3ContextualModel"}},
-            "auto_map: 'modeling.PPLXQwen3Context.*' is",
+            {"auto_map": {"AutoModel": "modeling.PPLXQwen3OtherModel"}},
+            "auto_map: 'modeling.PPLXQwen3Other.*' is",
         ),
         ({"auto_map": {"AutoModel": ["modeling.PPLXQwen3Model"]}}, r"auto_map: \['modeling.PPLXQwen3Model'\] is code"),
         ({"auto_map": "modeling.PPLXQwen3Model"}, "auto_map: a map to class names"),
@@ -243,3 +252,46 @@ def test_a_quantising_module_behind_another_model_is_refused(tmp_path: Path) -> 
 
     with pytest.raises(ModelError, match=r"modules\.json: type: FlexibleQuantizer is not known of a BertModel"):
         make_engine(tmp_path / "bert")
+
+
+CONTEXT_CODE = {"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": "modeling.PPLXQwen3ContextualModel"}
+
+
+@pytest.mark.parametrize("with_modules", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "separator_id"), [({"sep_token": "w3"}, 6), ({"sep_token": {"content": "w4"}}, 7)]
+)
+def test_a_context_model_tells_its_separator_and_quantises(
+    tmp_path: Path, settings: dict[str, object], separator_id: int, with_modules: bool
+) -> None:
+    folder = write_pplx(tmp_path, config=pplx_config(auto_map=CONTEXT_CODE))
+    write_json(folder / "tokenizer_config.json", settings)
+    if not with_modules:
+        (folder / "modules.json").unlink()
+
+    facts = make_engine(folder).hello()
+
+    assert facts.separator_id == separator_id
+    assert (facts.pooling, facts.normalize, facts.encodings) == ("mean", False, ["float32", "int8", "binary"])
+
+
+def test_a_context_model_whose_separator_is_no_token_is_refused(tmp_path: Path) -> None:
+    folder = write_pplx(tmp_path, config=pplx_config(auto_map=CONTEXT_CODE))
+
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: sep_token: '<\|endoftext\|>' is no token of"):
+        make_engine(folder)
+
+
+def test_chunks_are_pooled_on_their_own_and_see_each_other(tmp_path: Path) -> None:
+    folder = write_pplx(tmp_path, config=pplx_config(auto_map=CONTEXT_CODE))
+    write_json(folder / "tokenizer_config.json", {"sep_token": "w3"})
+    engine = make_engine(folder)
+    chunks = [[10, 11, 12], [20], [30, 31]]
+    joined = [*chunks[0], 6, *chunks[1], 6, *chunks[2]]
+    tokens = embed(engine, [joined], spans=[[(i, i + 1) for i in range(len(joined))]])
+
+    rows = embed(engine, [joined], spans=[[(0, 3), (4, 5), (6, 8)]])
+
+    expected = [tokens[0:3].mean(0), tokens[4:5].mean(0), tokens[6:8].mean(0)]
+    np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-5)
+    assert np.abs(rows[1] - embed(engine, [chunks[1]])[0]).max() > 0.01

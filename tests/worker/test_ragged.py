@@ -65,6 +65,63 @@ def test_one_sequence_of_one_token_is_a_batch() -> None:
     assert restore.tolist() == [0]
 
 
+def test_rows_of_spans_follow_their_sequences_and_come_back_in_order() -> None:
+    spans = [[(0, 1), (1, 3)], [(0, 1)], [(1, 2), (2, 3), (3, 4)]]
+    batch = make_batch([[1, 2, 3], [4], [5, 6, 7, 8]], dimensions=[3, 1, 4], spans=spans)
+
+    ragged, restore = load_sorted(batch, SDPA)
+
+    assert ragged.row_starts[restore].tolist() == [1, 2, 0, 5, 6, 7]
+    assert ragged.row_stops[restore].tolist() == [2, 4, 1, 6, 7, 8]
+    assert ragged.dimensions[restore].tolist() == [3, 3, 1, 4, 4, 4]
+    assert ragged.row_starts.tolist() == sorted(ragged.row_starts.tolist())
+
+
+@pytest.mark.parametrize("spans", [[[(1, 2), (0, 1)], [(0, 1)]], [[(0, 2), (1, 3)], [(0, 1)]]])
+def test_spans_that_are_out_of_order_or_overlap_are_refused(spans: list[list[tuple[int, int]]]) -> None:
+    batch = make_batch([[1, 2, 3], [4]], spans=spans)
+
+    with pytest.raises(BadBatch, match="spans"):
+        check(batch, LIMITS)
+
+
+def test_tokens_of_a_second_type_are_refused_of_a_model_that_has_one() -> None:
+    with pytest.raises(BadBatch, match="second type"):
+        check(make_batch([[1, 2, 3]], type_starts=[2]), LIMITS)
+
+
+def test_tokens_from_the_start_of_the_second_type_on_are_of_it() -> None:
+    batch = make_batch([[1, 2, 3], [4, 5]], type_starts=[1, 2])
+
+    ragged, _ = load_sorted(batch, SDPA, types=True)
+
+    assert ragged.token_types is not None
+    assert ragged.token_types.tolist() == [0, 0, 0, 1, 1]  # the shorter sequence first
+
+
+def test_a_capacity_holds_the_spans_and_types_of_a_batch_and_nothing_of_the_one_before() -> None:
+    capacity = Capacity(tokens=12, sequences=6, types=True, spans=True)
+    buffer = np.full(capacity.num_words, 77, dtype=np.int32)
+    arrays = HostArrays(capacity, buffer)
+    spans = [[(0, 1), (1, 3)], [(0, 2), (2, 3), (3, 4)]]
+    arrays.fill(make_batch([[1, 2, 3], [5, 6, 7, 8]], dimensions=[3, 4], type_starts=[2, 4], spans=spans))
+    first = capacity.views(torch.from_numpy(buffer.copy()), SDPA, 4)
+
+    arrays.fill(make_batch([[1, 2], [5]], dimensions=[7, 8], spans=[[(0, 2)], [(0, 1)]]))
+
+    second = capacity.views(torch.from_numpy(buffer), SDPA, 4)
+    assert first.token_types is not None
+    assert second.token_types is not None
+    assert first.row_starts.tolist() == [0, 1, 3, 5, 6, 12]
+    assert first.row_stops.tolist() == [1, 3, 5, 6, 7, 12]
+    assert first.dimensions[:5].tolist() == [3, 3, 4, 4, 4]
+    assert first.token_types.tolist() == [0, 0, 1] + [0] * 9
+    assert second.row_starts.tolist() == [0, 2, 12, 12, 12, 12]
+    assert second.row_stops.tolist() == [2, 3, 12, 12, 12, 12]
+    assert second.dimensions[:2].tolist() == [7, 8]
+    assert not second.token_types.any()
+
+
 def test_arrays_that_cannot_be_written_are_taken() -> None:
     batch = make_batch([[1, 2], [3]])
     frozen = dataclasses.replace(batch, token_ids=np.frombuffer(batch.token_ids.tobytes(), dtype=np.int32))
@@ -88,9 +145,9 @@ def test_a_capacity_is_filled_with_the_batch_in_its_order_and_dummy_sequences_be
     assert ragged.positions.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert ragged.token_starts.tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
     assert ragged.token_stops.tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
-    assert ragged.dimensions.tolist() == [3, 4, 0, 0, 0]
-    assert ragged.normalize.tolist() == [0, 1, 0, 0, 0]
-    assert ragged.encodings.tolist() == [1, 0, 0, 0, 0]
+    assert ragged.dimensions[:2].tolist() == [3, 4]
+    assert ragged.normalize[:2].tolist() == [0, 1]
+    assert ragged.encodings[:2].tolist() == [1, 0]
 
 
 def test_what_a_batch_leaves_behind_is_gone_in_the_next_one() -> None:
@@ -104,9 +161,10 @@ def test_what_a_batch_leaves_behind_is_gone_in_the_next_one() -> None:
 
     ragged = capacity.views(torch.from_numpy(used), SDPA, 3)
     expected = capacity.views(torch.from_numpy(fresh), SDPA, 3)
-    for name in ("token_ids", "positions", "token_starts", "token_stops", "cu_seqlens", "dimensions", "normalize"):
+    for name in ("token_ids", "positions", "token_starts", "token_stops", "cu_seqlens"):
         assert getattr(ragged, name).tolist() == getattr(expected, name).tolist()
-    assert ragged.encodings.tolist() == [0] * 5
+    wanted = (ragged.dimensions[0], ragged.normalize[0], ragged.encodings[0])
+    assert [int(number) for number in wanted] == [32, 0, 0]
 
 
 def test_capacities_may_take_turns_in_one_buffer() -> None:
@@ -130,7 +188,7 @@ def test_a_capacity_without_a_batch_is_filled_with_dummies_alone() -> None:
     offsets = HostArrays(capacity, buffer).fill(None)
 
     assert offsets.tolist() == [0, 128, 200, 200, 200]
-    assert not buffer[:200].any()
+    assert not capacity.views(torch.from_numpy(buffer), SDPA, 128).token_ids.any()
 
 
 @pytest.mark.parametrize("tokens", TOKEN_COUNTS)

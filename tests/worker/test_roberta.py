@@ -26,7 +26,8 @@ from tests.models import (
 )
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint, ModelError
+from worker.checkpoint import Checkpoint
+from worker.files import ModelError
 from worker.loader import load_weights
 from worker.models import build
 from worker.pooling import pool
@@ -128,7 +129,7 @@ def test_a_reference_batch_is_computed_in_float32_whatever_the_weights_are(tmp_p
     hidden = model(dataclasses.replace(ragged, reference=True))
 
     assert hidden.dtype == torch.float32
-    rows = pool(hidden, ragged.cu_seqlens, "mean")[restore].numpy()
+    rows = pool(hidden, ragged.spans, "mean")[restore].numpy()
     np.testing.assert_allclose(rows, embed(make_engine(folder, dtype="float32"), SEQUENCES), rtol=0, atol=1e-5)
 
 
@@ -138,7 +139,7 @@ def test_a_reference_batch_is_computed_in_float32_whatever_the_weights_are(tmp_p
         ({"model_type": "xlm-roberta-xl"}, "config.json: model_type: 'xlm-roberta-xl' is not this architecture's"),
         ({"model_type": "bert"}, "config.json: model_type: 'bert'"),
         ({"architectures": ["XLMRobertaXLModel"]}, "architectures: XLMRobertaXLModel is not"),
-        ({"architectures": ["RobertaForSequenceClassification"]}, "architectures: RobertaForSequenceClass.* is not"),
+        ({"architectures": ["RobertaForTokenClassification"]}, "architectures: RobertaForTokenClass.* is not"),
         ({"architectures": ["BertModel"]}, "config.json: model_type: 'roberta'"),
         ({"pad_token_id": None}, "config.json: pad_token_id: missing"),
         ({"pad_token_id": -1}, "config.json: pad_token_id: a whole number from 0 to 48 is needed, not -1"),

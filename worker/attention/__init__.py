@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from worker.checkpoint import ModelError
+from worker.files import ModelError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,7 @@ from worker.kernels.launch import pdl_options
 from worker.pooling import FLAG_BYTES, Spans
 
 if TYPE_CHECKING:
-    from worker.checkpoint import Pooling
+    from worker.modules import Pooling
 
 # A tile of `pool`: 32 elements a thread with 4 warps, in flight at once. 64 columns are 128 bytes, one line of the
 # cache, and leave a single sequence of 1,024 columns 16 programs. To be measured.

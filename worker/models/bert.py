@@ -1,7 +1,7 @@
 """BERT: MiniLM, BGE, E5, GTE (first version) and others of their shape.
 
 Source: Devlin et al., BERT (2018); names and order of operations as in the checkpoints of transformers' BertModel.
-Queries, keys and values come from one merged product. Every token is of type 0: pairs come with the rerankers.
+Queries, keys and values come from one merged product. Tokens are of type 0, but for a pair's second text.
 
 RoBERTa and DistilBERT are the same computation: their files read other fields into `BertConfig` and give the tensors
 other names.
@@ -20,7 +20,7 @@ from torch.nn import functional
 from worker.layers import ACTIVATIONS, Activation, Embedding, LayerNorm, Linear, is_fusible
 
 if TYPE_CHECKING:
-    from worker.checkpoint import JsonFile
+    from worker.files import JsonFile
     from worker.ragged import RaggedBatch
 
 # A buffer, the pooler of next-sentence prediction and the heads of pre-training: not part of an embedding.
@@ -72,6 +72,7 @@ class BertModel(nn.Module):
         self.head_dim = config.hidden_size // config.num_heads
         self.causal = False
         self.windowed = self.biased = False
+        self.has_token_types = config.num_types > 1
         self.embeddings = BertEmbeddings(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_layers))
 
@@ -94,32 +95,27 @@ class BertModel(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    _no_type: torch.Tensor
-
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.words = Embedding(config.vocab_size, config.hidden_size)
         self.types = Embedding(config.num_types, config.hidden_size) if config.num_types else None
         self.positions = Embedding(config.position_offset + config.max_positions, config.hidden_size)
         self.norm = LayerNorm(config.hidden_size, config.epsilon)
-        # For the kernel, which always adds a type's row.
-        self.register_buffer("_no_type", torch.zeros(config.hidden_size), persistent=False)
         self._position_offset = config.position_offset
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         words = self.words.weight
         position_table = self.positions.weight[self._position_offset :]  # [max_positions, hidden]
-        type_row = self._no_type if self.types is None else self.types.weight[0]
         if is_fusible(words, words) and not batch.reference:
             from worker.kernels.embedding import embed_layer_norm
 
-            assert self.norm.bias is not None
             return embed_layer_norm(
                 batch.token_ids,
                 batch.positions,
                 words,
                 position_table,
-                type_row,
+                None if self.types is None else self.types.weight,
+                batch.token_types,
                 self.norm.weight,
                 self.norm.bias,
                 self.norm.epsilon,
@@ -128,7 +124,7 @@ class BertEmbeddings(nn.Module):
         if batch.reference:
             embedded = embedded.float()
         if self.types is not None:
-            embedded += type_row
+            embedded += self.types.weight[0] if batch.token_types is None else self.types(batch.token_types)
         embedded += functional.embedding(batch.positions, position_table)
         output: torch.Tensor = self.norm(embedded)
         return output
@@ -156,10 +152,10 @@ class BertLayer(nn.Module):
         self._num_heads = config.num_heads
         self._head_dim = hidden_size // config.num_heads
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, bias: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.qkv(hidden).view(-1, 3, self._num_heads, self._head_dim)  # [tokens, 3, heads, head_dim]
         query, key, value = qkv.unbind(1)
-        attended = batch.attention(query, key, value, batch, causal=False).flatten(1)  # [tokens, hidden]
+        attended = batch.attention(query, key, value, batch, causal=False, bias=bias).flatten(1)  # [tokens, hidden]
         hidden = self.attention_norm(self.attention_output(attended, hidden))
         output: torch.Tensor = self.output_norm(self.down(self.up(hidden), hidden))
         return output

@@ -19,7 +19,7 @@ from worker.models.bert import BertConfig, BertModel, bare_name, check_encoder, 
 if TYPE_CHECKING:
     import torch
 
-    from worker.checkpoint import JsonFile
+    from worker.files import JsonFile
 
 _EPSILON = 1e-12
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from worker.models.bert import BertConfig, BertModel, bare_name
 
 if TYPE_CHECKING:
-    from worker.checkpoint import JsonFile
+    from worker.files import JsonFile
 
 _MODEL_TYPES = ("roberta", "xlm-roberta", "camembert")
 

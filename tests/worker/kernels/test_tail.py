@@ -10,8 +10,8 @@ import torch
 from common.protocol import BINARY, FLOAT32, INT8
 from tests.worker.kernels import DEVICE
 from worker import pooling as plain
-from worker.checkpoint import Pooling
 from worker.kernels.tail import finish, pool, pool_and_finish
+from worker.modules import Pooling
 from worker.pooling import FLAG_BYTES, Spans
 
 poolings = pytest.mark.parametrize("pooling", get_args(Pooling))

@@ -1,0 +1,106 @@
+"""How a client asks for vectors and how they are written: the same on every route that answers with some. No I/O.
+
+`float` and `base64` are float32 whatever the model. The quantised formats are made, by a model that declares a
+quantiser, from the vector as it pools it, so they are the same whatever the checkpoint's own normalisation; asking for
+`normalize` with one of them is refused, since the answer would be no vector of unit length.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import numpy as np
+import orjson
+
+from common.errors import InvalidRequest, NonfiniteOutput
+from common.protocol import ModelFacts
+from gateway.client import Rows
+from gateway.schema import Fields, optional_choice, optional_flag, optional_integer, optional_text, unsupported
+
+EncodingFormat = Literal["float", "base64", "base64_int8", "base64_binary", "base64_ubinary"]
+
+# The encoding (of common/protocol.py) that a worker is asked for.
+ENCODINGS: dict[EncodingFormat, str] = {
+    "float": "float32",
+    "base64": "float32",
+    "base64_int8": "int8",
+    "base64_binary": "binary",
+    "base64_ubinary": "binary",
+}
+
+# From the first dimension in a byte's lowest bit, as rows come, to the first in its highest.
+_REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+
+
+def parse_encoding_format(fields: Fields, facts: ModelFacts) -> EncodingFormat:
+    """Raises InvalidRequest: unsupported_parameter for a format that this model does not make, else invalid_value."""
+    value = optional_text(fields, "encoding_format")
+    if value is None:
+        return "float"
+    served = [name for name, encoding in ENCODINGS.items() if encoding in facts.encodings]
+    if value in ENCODINGS and value not in served:
+        raise unsupported("encoding_format", f"this model does not make it; use one of: {', '.join(served)}")
+    optional_choice(fields, "encoding_format", served)
+    return value  # type: ignore[return-value]  # one of those
+
+
+def parse_dimensions(fields: Fields, facts: ModelFacts, encoding_format: EncodingFormat) -> int:
+    """Raises InvalidRequest: out_of_range or invalid_type; invalid_value where bits would not fill their bytes."""
+    dimensions = optional_integer(fields, "dimensions", 1, facts.dimensions)
+    if dimensions is None:
+        dimensions = facts.dimensions
+    if dimensions % 8 and ENCODINGS[encoding_format] == "binary":
+        raise InvalidRequest(
+            f"dimensions must be a multiple of 8 where each is one bit, and is {dimensions}.", param="dimensions"
+        )
+    return dimensions
+
+
+def parse_normalize(fields: Fields, facts: ModelFacts, encoding_format: EncodingFormat) -> bool:
+    """Raises InvalidRequest: invalid_type, or unsupported_parameter where a quantised vector is to be normalised."""
+    normalize = optional_flag(fields, "normalize")
+    if ENCODINGS[encoding_format] == "float32":
+        return facts.normalize if normalize is None else normalize
+    if normalize:
+        raise unsupported("normalize", f"{encoding_format} is made from the vector before any normalisation")
+    return False
+
+
+def check_finite(rows: Rows, name_of: Callable[[int], str]) -> None:
+    """Raises NonfiniteOutput naming, as `name_of` does, the first row that holds a NaN or an infinity."""
+    if rows.dtype.kind != "f":
+        return
+    finite = np.isfinite(rows)
+    if not finite.all():
+        name = name_of(int(np.argmin(finite.all(axis=1))))
+        raise NonfiniteOutput(f"The model made a NaN or an infinity of {name}.", param=name)
+
+
+def json_rows(rows: Rows, encoding_format: EncodingFormat) -> Iterator[bytes]:
+    """Each row, of the format's encoding, as JSON; floats as the shortest decimals that give float32 back.
+
+    One row at a time: the JSON writer holds the interpreter's lock for a whole call, so that even on another thread
+    a large matrix at once would stop the event loop.
+    """
+    if encoding_format == "float":
+        for row in rows:
+            yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
+    else:
+        data = _octets(rows, encoding_format)
+        num_bytes = len(data) // len(rows)
+        for start in range(0, len(data), num_bytes):
+            yield b'"%b"' % binascii.b2a_base64(data[start : start + num_bytes], newline=False)
+
+
+def raw_rows(rows: Rows, encoding_format: EncodingFormat) -> bytes:
+    """The bare matrix, little-endian, row after row."""
+    return bytes(_octets(rows, encoding_format))
+
+
+def _octets(rows: Rows, encoding_format: EncodingFormat) -> bytes | memoryview:
+    """What the rows hold, one after the other; without a copy unless bits change places."""
+    if encoding_format == "base64_ubinary":
+        return rows.tobytes().translate(_REVERSED_BITS)
+    return rows.data.cast("B")

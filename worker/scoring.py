@@ -1,0 +1,259 @@
+"""What a folder declares of scores: how many a pair gets, what becomes of them, and how a pair is written.
+
+Two kinds of model score. A classifier (`...ForSequenceClassification`) has a head of its own. A language model answers
+by its next token: the score is the logit of one token, mostly less that of another. That a language model is meant so
+is never guessed: its folder says it (a LogitScore module of sentence-transformers), or the operator does
+(`--task score`), which is how Qwen3-Reranker's own folders are served, since they declare nothing.
+
+Scores leave the worker as the model makes them. What a CrossEncoder of sentence-transformers does with them next is
+told to others as `activation`; it keeps their order, so it can be left to whoever answers.
+
+A pair is written as the tokenizer writes one. A template is used of Qwen3-Reranker alone, and only where the operator
+says so: a checkpoint's chat template is a program, and never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from worker.files import JsonFile
+
+Task: TypeAlias = Literal["auto", "embed", "score", "sparse"]
+Activation: TypeAlias = Literal["identity", "sigmoid"]
+
+_CLASSIFIER = "ForSequenceClassification"
+_LANGUAGE_MODEL = "ForCausalLM"
+
+# What is served by the template of Qwen3-Reranker, and the tokens that it answers by.
+_TEMPLATE = "qwen3-reranker"
+_TEMPLATE_ARCHITECTURE = "Qwen3ForCausalLM"
+_YES, _NO = "yes", "no"
+
+_OWN_PAIRS = "pair"  # as the tokenizer writes a pair
+
+# With this among a Transformer's modalities, texts are put into a chat template.
+MESSAGE = "message"
+
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "torch.nn.Sigmoid": "sigmoid",
+        "torch.nn.modules.activation.Sigmoid": "sigmoid",
+        "torch.nn.Identity": "identity",
+        "torch.nn.modules.linear.Identity": "identity",
+    }
+)
+
+# Of transformers' tokenizers for models served here the one that tells a pair's texts apart, and whose default it is.
+_TYPING_TOKENIZER = "BertTokenizer"
+_TYPING_MODEL_TYPES = ("bert", "nomic_bert")
+
+# transformers does not write `id2label` where there are so many.
+_DEFAULT_NUM_LABELS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTokens:
+    """The tokens whose logits a language model's score is made of: logit(yes) - logit(no), or logit(yes) alone."""
+
+    yes: int
+    no: int | None
+    tied: bool  # where no language-model head is stored, the embedding table is one
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    num_labels: int  # scores of a pair
+    activation: Activation
+    pair_template: str
+    instruction: str | None  # the template's where a client says nothing; None: the one that the template comes with
+    has_token_types: bool  # whether the tokenizer tells a pair's second text from its first; the model has to as well
+    answers: AnswerTokens | None  # None: the model has a head of its own
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEncoderFiles:
+    """The files of a CrossEncoder that sentence-transformers has saved, some of them without fields."""
+
+    settings: JsonFile  # config_sentence_transformers.json
+    transformer: JsonFile  # sentence_bert_config.json
+    tokenizer: JsonFile  # tokenizer_config.json, which any other folder may have, too
+    logit_score: JsonFile | None  # the config.json of a LogitScore
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether pairs are put into it."""
+        modalities = self.transformer.values.get("modality_config")
+        return isinstance(modalities, dict) and MESSAGE in modalities
+
+    def default_prompt(self) -> str | None:
+        """What is put before a query unless a client says otherwise; None for nothing.
+
+        Raises:
+            ModelError: it is not among the prompts.
+        """
+        name, prompts = self.settings.text("default_prompt_name"), self.settings.values.get("prompts")
+        if name is None:
+            return None
+        text = prompts.get(name) if isinstance(prompts, dict) else None
+        if not isinstance(text, str):
+            self.settings.refuse("default_prompt_name", f"{name!r} is none of the prompts.")
+        return text or None
+
+
+def is_classifier(architecture: str) -> bool:
+    return architecture.endswith(_CLASSIFIER)
+
+
+def is_language_model(architecture: str) -> bool:
+    return architecture.endswith(_LANGUAGE_MODEL)
+
+
+def read_classifier(config: JsonFile, files: CrossEncoderFiles) -> Scoring:
+    """The scores of a model with a head of its own.
+
+    Raises:
+        ModelError: a field is not understood, or pairs would be put into a chat template.
+    """
+    if files.has_chat_template:
+        files.transformer.refuse("modality_config", f"{MESSAGE!r}: pairs in a chat template are not supported.")
+    if files.default_prompt() is not None:
+        files.settings.refuse("default_prompt_name", "a prompt before every query is not supported.")
+    num_labels = read_num_labels(config)
+    return Scoring(
+        num_labels=num_labels,
+        activation=_read_activation(config, files.settings, num_labels),
+        pair_template=_OWN_PAIRS,
+        instruction=None,
+        has_token_types=_read_token_types(config, files.tokenizer),
+        answers=None,
+    )
+
+
+def read_language_model(
+    architecture: str, config: JsonFile, files: CrossEncoderFiles, task: Task, vocabulary: Mapping[str, int]
+) -> Scoring:
+    """The score of a model that answers by its next token.
+
+    Raises:
+        ModelError: a field is not understood, or what only the operator can say is left open.
+    """
+    has_template = files.logit_score is None or files.has_chat_template
+    if has_template and task != "score":
+        files.transformer.refuse(
+            "modality_config",
+            f"{MESSAGE!r}: pairs are put into a chat template, which is a program and never run. If this is a "
+            "Qwen3-Reranker, --task score serves it with that model's own template.",
+        )
+    if has_template and architecture != _TEMPLATE_ARCHITECTURE:
+        config.refuse(
+            "architectures",
+            f"--task score: of language models only Qwen3-Reranker ({_TEMPLATE_ARCHITECTURE}) is known by its "
+            f"template, not a {architecture}.",
+        )
+    instruction = files.default_prompt()
+    if instruction is not None and not has_template:
+        files.settings.refuse("default_prompt_name", "a prompt before every query is not supported.")
+    return Scoring(
+        num_labels=1,
+        activation=_read_activation(config, files.settings, 1),
+        pair_template=_TEMPLATE if has_template else _OWN_PAIRS,
+        instruction=instruction,
+        has_token_types=False,
+        answers=_read_answers(architecture, config, files.logit_score, vocabulary, fixed=has_template),
+    )
+
+
+def read_num_labels(config: JsonFile) -> int:
+    """How many scores a classifier gives.
+
+    Raises:
+        ModelError: none, or two fields disagree.
+
+    Source: transformers' PreTrainedConfig: `id2label` has a name for each; without it `num_labels` counts, or it is 2.
+    """
+    names = config.values.get("id2label")
+    number = config.optional_integer("num_labels")
+    if names is None:
+        return _DEFAULT_NUM_LABELS if number is None else number
+    if not isinstance(names, dict) or not names:
+        config.refuse("id2label", f"a map with at least one label is needed, not {names!r}.")
+    if number is not None and number != len(names):
+        config.refuse("num_labels", f"{number}, but id2label has {len(names)}.")
+    return len(names)
+
+
+def _read_activation(config: JsonFile, settings: JsonFile, num_labels: int) -> Activation:
+    """Source: sentence-transformers' CrossEncoder, the places where its releases have kept it, the latest first."""
+    nested = config.values.get("sentence_transformers") or {}
+    if not isinstance(nested, dict) or not {"activation_fn", "version"}.issuperset(nested):
+        config.refuse("sentence_transformers", f"only activation_fn and version are understood, not {nested!r}.")
+    file, field, name = settings, "activation_fn", settings.values.get("activation_fn")
+    if name is None:
+        file, field = config, "sbert_ce_default_activation_function"
+        name = config.values.get(field)
+        if "activation_fn" in nested:
+            field, name = "sentence_transformers.activation_fn", nested["activation_fn"]
+    if name is None:
+        return "sigmoid" if num_labels == 1 else "identity"
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        file.refuse(field, f"{name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[name]
+
+
+def _read_token_types(config: JsonFile, tokenizer: JsonFile) -> bool:
+    """Source: transformers' tokenizers: `model_input_names`, or else what their class has."""
+    num_types = config.values.get("type_vocab_size")
+    if type(num_types) is not int or num_types < 2:
+        return False
+    names = tokenizer.values.get("model_input_names")
+    if names is not None:
+        if not isinstance(names, list):
+            tokenizer.refuse("model_input_names", f"a list of names is needed, not {names!r}.")
+        return "token_type_ids" in names
+    kind = tokenizer.text("tokenizer_class") or config.text("tokenizer_class")
+    if kind is None:
+        return config.text("model_type") in _TYPING_MODEL_TYPES
+    if kind == "PreTrainedTokenizerFast":
+        tokenizer.refuse(
+            "model_input_names",
+            f"missing, and a {kind} gives pairs token types before transformers 5 and none since. Write the names, "
+            "with token_type_ids if the model was trained with them.",
+        )
+    return kind.removesuffix("Fast") == _TYPING_TOKENIZER
+
+
+def _read_answers(
+    architecture: str, config: JsonFile, logit_score: JsonFile | None, vocabulary: Mapping[str, int], *, fixed: bool
+) -> AnswerTokens:
+    """`fixed` says that the model's own template is used, whose answers are known."""
+    spelled = (vocabulary.get(_YES), vocabulary.get(_NO))
+    yes, no = spelled
+    if logit_score is not None:
+        logit_score.refuse_unknown(frozenset({"true_token_id", "false_token_id", "module_input_name"}))
+        if logit_score.text("module_input_name") not in (None, "causal_logits"):
+            logit_score.refuse("module_input_name", "only 'causal_logits' is supported.")
+        yes, no = _token_id(config, logit_score, "true_token_id"), _token_id(config, logit_score, "false_token_id")
+    if yes is None:
+        file, field = (config, "vocab_size") if logit_score is None else (logit_score, "true_token_id")
+        file.refuse(field, f"no token {_YES!r}, by which a Qwen3-Reranker answers, is in the vocabulary.")
+    if fixed and ((yes, no) != spelled or no is None):
+        (logit_score or config).refuse(
+            "true_token_id, false_token_id",
+            f"{yes}, {no}, but a Qwen3-Reranker answers by {_YES!r}, {_NO!r}: {spelled}.",
+        )
+    # Gemma's default, which its files leave out; the others' files say it.
+    tied = config.flag("tie_word_embeddings", default=architecture.startswith("Gemma"))
+    return AnswerTokens(yes, no, tied)
+
+
+def _token_id(config: JsonFile, logit_score: JsonFile, field: str) -> int | None:
+    value = logit_score.values.get(field)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < config.integer("vocab_size"):
+        logit_score.refuse(field, f"a token id below vocab_size is needed, not {value!r}.")
+    return value
