@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+# Before whatever is collected first imports Triton: it decides then. Without a GPU kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from common.metrics import Metrics
 from tests.fakes import FakeWorker, RunningScheduler

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from worker.ragged import Capacity, dummy_lengths
+from worker.ragged import MAX_DUMMY_LENGTH, Capacity
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
@@ -71,7 +71,8 @@ def place(num_tokens: int, num_sequences: int, num_spans: int = 0, *, types: boo
     index = bisect_left(TOKEN_COUNTS, num_tokens)
     worth = index < len(TOKEN_COUNTS)
     tokens = TOKEN_COUNTS[index] if worth else -(-num_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP
-    needed = max(num_sequences + len(dummy_lengths(tokens - num_tokens)), num_spans)
+    num_dummies = -(-(tokens - num_tokens) // MAX_DUMMY_LENGTH)
+    needed = max(num_sequences + num_dummies, num_spans)
     if worth and needed <= SEQUENCE_COUNTS[-1]:
         return Capacity(tokens, SEQUENCE_COUNTS[bisect_left(SEQUENCE_COUNTS, needed)], types, num_spans > 0), True
     return Capacity(tokens, needed, types, num_spans > 0), False

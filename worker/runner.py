@@ -126,6 +126,9 @@ class DeviceRunner:
         driver = Driver()
         self._staging = Staging(largest_capacity(largest_batch_tokens), self._stream, driver)
         self._instances: dict[Key, Attention] = {}
+        self._plans: dict[
+            tuple[Capacity, int], tuple[Key, Attention]
+        ] = {}  # by a bound of the longest, as a power of 2
         self._has_graphs = config.graphs != "off"
         self.graphs = GraphRunner(
             self._forward,
@@ -216,10 +219,17 @@ class DeviceRunner:
         capacity, worth = place(num_tokens, num_sequences, len(batch.spans), types=self._types)
         longest = int(batch.lengths.max())
         if backend is None:
-            backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
-        key = _key(backend, capacity, longest)
-        # A capacity that is seen once needs nothing that is kept for the next time.
-        instance = self._instance(key, backend) if worth else backend
+            # Classes of lengths end at powers of two, and so do the bounds that keys have.
+            power = (longest - 1).bit_length()
+            plan = self._plans.get((capacity, power))
+            if plan is None:
+                plan = self._plan(capacity, longest, worth=worth)
+                if worth:
+                    self._plans[capacity, power] = plan
+            key, instance = plan
+        else:
+            key = _key(backend, capacity, longest)
+            instance = self._instance(key, backend) if worth else backend
         if way == "graph" and worth:
             self.graphs.capture(key)  # before the inputs are there: it may run on others first
         slot, offsets = self._staging.load(batch, capacity)
@@ -237,6 +247,12 @@ class DeviceRunner:
             self._staging.give_back(slot)
             raise
         return _compressed(lazy, batch) if self._output.is_sparse else lazy
+
+    def _plan(self, capacity: Capacity, longest: int, *, worth: bool) -> tuple[Key, Attention]:
+        """What a batch of this capacity runs by. One that is seen once needs nothing that is kept for the next time."""
+        backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
+        key = _key(backend, capacity, longest)
+        return key, self._instance(key, backend) if worth else backend
 
     def _count(self, num_tokens: int, padded: int, *, worth: bool) -> None:
         if not worth:
@@ -270,6 +286,7 @@ class DeviceRunner:
     def release_memory(self) -> None:
         self.graphs.release()
         self._instances.clear()
+        self._plans.clear()
 
     def _forward(self, key: Key, attention: Attention | None = None) -> torch.Tensor:
         """Launch a key's kernels on the inputs as they are, with this attention; if None, with the one it keeps."""

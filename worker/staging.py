@@ -52,6 +52,9 @@ class _Slot:
     pinned_output: torch.Tensor  # uint8, likewise
     launched: torch.cuda.Event  # the rows are in device_output
     copied: torch.cuda.Event  # and in pinned_output
+    input_address: int
+    output_address: int = 0
+    size: int = 0  # bytes of each of the outputs
 
 
 class Staging:
@@ -77,7 +80,7 @@ class Staging:
             empty = torch.empty(0, dtype=torch.uint8)
             launched = torch.cuda.Event()
             copied = torch.cuda.Event(blocking=True)
-            self._free.put(_Slot(pinned, {}, empty.to(device), empty, launched, copied))
+            self._free.put(_Slot(pinned, {}, empty.to(device), empty, launched, copied, pinned.data_ptr()))
 
     def load(self, batch: Batch | None, capacity: Capacity) -> tuple[_Slot, npt.NDArray[np.int32]]:
         """Start a checked batch (None: nothing but dummies) on its way into the block; its slot, and its cu_seqlens on
@@ -89,9 +92,7 @@ class Staging:
         try:
             place = slot.inputs.get(capacity) or self._cut(slot, capacity)
             offsets = place.arrays.fill(batch)
-            self._driver.copy_in(
-                self._block_address, slot.pinned_input.data_ptr(), place.num_bytes, self._stream_handle
-            )
+            self._driver.copy_in(self._block_address, slot.input_address, place.num_bytes, self._stream_handle)
         except BaseException:
             self._free.put(slot)
             raise
@@ -121,10 +122,10 @@ class Staging:
             count: called by whoever reads the rows: bookkeeping that nothing has to wait for.
         """
         whole = output.shape[1]
-        self._grow(slot, num_rows * whole)
+        if slot.size < num_rows * whole:
+            self._grow(slot, num_rows * whole)
         # Whole rows, in one piece: on the device that costs nothing.
-        address = slot.device_output.data_ptr()
-        self._driver.copy_within(address, output.data_ptr(), num_rows * whole, self._stream_handle)
+        self._driver.copy_within(slot.output_address, output.data_ptr(), num_rows * whole, self._stream_handle)
         slot.launched.record(self._stream)
 
         def read() -> Rows:
@@ -147,7 +148,7 @@ class Staging:
 
     def _grow(self, slot: _Slot, size: int) -> None:
         """Make room for an output. The slot is on loan, so nothing reads the old buffers any more."""
-        if slot.pinned_output.numel() < size:
-            size = max(size, 2 * slot.pinned_output.numel(), 1 << 18)
-            slot.device_output = torch.empty(size, dtype=torch.uint8, device=self._device)
-            slot.pinned_output = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        slot.size = max(size, 2 * slot.size, 1 << 18)
+        slot.device_output = torch.empty(slot.size, dtype=torch.uint8, device=self._device)
+        slot.pinned_output = torch.empty(slot.size, dtype=torch.uint8, pin_memory=True)
+        slot.output_address = slot.device_output.data_ptr()

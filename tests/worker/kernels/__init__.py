@@ -1,17 +1,13 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU: slow, and the same arithmetic.
 
-The choice is made when Triton is first imported, so importing this package comes before importing any kernel.
+The choice is made when Triton is first imported: `tests/conftest.py` sees to it.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
     from triton.runtime import interpreter
 
     _patch_tensor = interpreter._patch_lang_tensor
