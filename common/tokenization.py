@@ -191,7 +191,8 @@ class TextReader:
 
         The part is cut at white space, where every pre-tokenizer in use splits, so that its words are the text's
         words; more of the text is taken while the part holds too few tokens. A long run without white space is cut
-        anywhere: what that changes lies beside the cut, in the margin.
+        anywhere: what that changes lies beside the cut, in the margin, but for a run that repeats itself, whose tokens may
+        then begin elsewhere.
         """
         num_chars = _FIRST_CHARS_PER_TOKEN * self._max_tokens
         while True:

@@ -90,6 +90,11 @@ _USUAL_PROMPTS = ("query", "document")
 # What pplx-embed-context's chunks are joined by, unless its tokenizer's settings say otherwise.
 _PPLX_SEPARATOR = "<|endoftext|>"
 
+# Of a BertTokenizer's settings, and what tokenizer.json calls the same.
+_BERT_NORMALIZATION: Mapping[str, str] = MappingProxyType(
+    {"do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars"}
+)
+
 # Tokenizers without a limit of their own write 1e30.
 _SANE_MODEL_MAX_LENGTH = 10_000_000
 
@@ -468,8 +473,7 @@ def _check_tokenizer(path: Path, config: JsonFile, length_limit: int | None) -> 
             f"{path}: its {num_special} special tokens alone fill the {length_limit} that a text may have."
         )
     settings = JsonFile.read_optional(path.with_name("tokenizer_config.json"))
-    if settings.values.get("auto_map"):
-        settings.refuse("auto_map", "this tokenizer brings its own code, which is never run.")
+    _check_tokenizer_settings(path, settings)
     # Some tokenizers of transformers add tokens by themselves; here tokenizer.json says all.
     tokens = tokenizer.encode("a").tokens
     for field, token_field, place in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
@@ -480,6 +484,29 @@ def _check_tokenizer(path: Path, config: JsonFile, length_limit: int | None) -> 
         if not tokens or tokens[place] != text:
             settings.refuse(field, f"true, but {path.name} does not add {text!r}.")
     return sha256_of(path)
+
+
+def _check_tokenizer_settings(path: Path, settings: JsonFile) -> None:
+    """Raises ModelError: tokenizer_config.json asks for what tokenizer.json does not do."""
+    if settings.values.get("auto_map"):
+        settings.refuse("auto_map", "this tokenizer brings its own code, which is never run.")
+    if settings.flag("split_special_tokens", default=False):
+        settings.refuse(
+            "split_special_tokens", "true is not supported: text that spells a special token is that token."
+        )
+    if settings.text("truncation_side") not in (None, "right"):
+        logger.info("%s: truncation_side: here a request says which end of a text is cut, by default the right", path)
+    if str(settings.text("tokenizer_class")).removesuffix("Fast") != "BertTokenizer":
+        return
+    # transformers makes this one's normalisation anew from the settings.
+    normalizer = JsonFile.read(path).values.get("normalizer")
+    done = normalizer if isinstance(normalizer, dict) else {}
+    if done.get("strip_accents") is None:  # they go where letters are made small
+        done = {**done, "strip_accents": done.get("lowercase")}
+    for field, own in _BERT_NORMALIZATION.items():
+        asked, does = settings.values.get(field), done.get(own)
+        if asked is not None and does is not None and asked != does:
+            settings.refuse(field, f"{asked!r}, but the normalizer of {path.name} has {own} {does!r}.")
 
 
 def main() -> int:

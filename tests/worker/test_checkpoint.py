@@ -407,6 +407,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(folder: Path) -> None:
     ("settings", "message"),
     [
         ({"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}, "auto_map: this tokenizer brings its own code"),
+        ({"split_special_tokens": True}, "split_special_tokens: true is not supported"),
         ({"add_eos_token": True, "eos_token": "w1"}, r"add_eos_token: true, but tokenizer\.json does not add 'w1'"),
         ({"add_bos_token": True, "bos_token": {"content": "w1"}}, "add_bos_token: true, but"),
     ],
@@ -427,3 +428,24 @@ def test_tokens_that_tokenizer_json_adds_may_be_asked_for_besides(tmp_path: Path
     write_json(folder / "tokenizer_config.json", settings)
 
     assert Checkpoint.read(folder).architecture == "BertModel"
+
+
+@pytest.mark.parametrize("field", ["do_lower_case", "strip_accents", "tokenize_chinese_chars"])
+def test_a_bert_tokenizer_whose_settings_contradict_its_file_stops_the_start(tmp_path: Path, field: str) -> None:
+    folder = write_bert(tmp_path)
+    normalizer = {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": None,
+        "lowercase": True,
+    }
+    edit_json(folder / "tokenizer.json", normalizer=normalizer)
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "strip_accents": None}
+    write_json(folder / "tokenizer_config.json", settings)
+    Checkpoint.read(folder)
+
+    edit_json(folder / "tokenizer_config.json", **{field: False})
+
+    with pytest.raises(ModelError, match=f"tokenizer_config.json: {field}: False, but the normalizer"):
+        Checkpoint.read(folder)

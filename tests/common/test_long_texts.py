@@ -1,0 +1,95 @@
+"""Texts far longer than a model takes: the time that they cost does not grow with them, whatever the tokenizer is."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from common.errors import InvalidRequest
+from common.models import find_model
+from common.tokenization import Tokenizer, TruncationRule, load_tokenizer
+from tests.fakes import FACTS
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 512
+LONGEST_S = 1.0  # the whole of these texts takes several seconds
+CUT = TruncationRule(allowed=True)
+REFUSE = TruncationRule(allowed=False)
+
+TEXTS = {
+    "words": "the quick brown fox jumps over the lazy dog " * 120_000,  # 5 MB
+    "one-letter": "a" * 1_000_000,
+    "blank-lines": "\n" * 999_000 + "fox",
+}
+
+
+def byte_level() -> RustTokenizer:
+    tokenizer = RustTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(corpus(), trainer)
+    return tokenizer
+
+
+def unigram() -> RustTokenizer:
+    tokenizer = RustTokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(corpus(), trainer)
+    return tokenizer
+
+
+def corpus() -> list[str]:
+    return ["the quick brown fox jumps over the lazy dog " * 5 + "a" * 64 + " \n\n\n\n"] * 20
+
+
+@pytest.fixture(scope="module", params=["wordpiece", "byte-level", "unigram"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "wordpiece":
+        return find_model("all-MiniLM-L6-v2").path
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer = byte_level() if request.param == "byte-level" else unigram()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Tokenizer:
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    facts = dataclasses.replace(FACTS, folder=str(folder), tokenizer_sha256=digest, vocab_size=30_522)
+    return Tokenizer(dataclasses.replace(facts, max_tokens=LIMIT))
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_the_first_tokens_of_a_very_long_text_are_found_in_a_moment(
+    text: str, folder: Path, tokenizer: Tokenizer
+) -> None:
+    began_s = time.monotonic()
+    [ids] = tokenizer.encode([text], CUT)
+    taken_s = time.monotonic() - began_s
+
+    # Of plain words a beginning decides, and the whole would take seconds.
+    whole = load_tokenizer((folder / "tokenizer.json").read_bytes()).encode(text[:1_000_000])
+    assert ids.tolist()[: LIMIT - 1] == whole.ids[: LIMIT - 1]  # the last may be the one at a text's end
+    assert len(ids) == min(LIMIT, len(whole.ids))
+    assert taken_s < LONGEST_S
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_where_nothing_may_be_cut_a_very_long_text_is_refused_unread(text: str, tokenizer: Tokenizer) -> None:
+    began_s = time.monotonic()
+
+    with pytest.raises(InvalidRequest) as refusal:
+        tokenizer.encode(["a", text], REFUSE)
+
+    assert (refusal.value.code, refusal.value.param) == ("input_too_long", "input[1]")
+    assert time.monotonic() - began_s < LONGEST_S / 10

@@ -1,0 +1,78 @@
+"""What other servers got wrong on these routes: short vectors that are no longer of unit length, a long text that
+stops everything beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import hashlib
+import time
+
+import numpy as np
+import pytest
+
+from common.models import find_model
+from common.protocol import ModelFacts
+from tests.gateway.conftest import DIMENSIONS, Running, Serve, vector
+from tests.gateway.wire import ask, embed
+
+W5_W6 = [1, 9, 10, 2]
+
+
+@pytest.mark.parametrize("dimensions", [1, 3, DIMENSIONS])
+async def test_fewer_dimensions_are_of_unit_length_in_both_formats(server: Running, dimensions: int) -> None:
+    body = {"input": "w5 w6", "dimensions": dimensions}
+
+    floats = (await embed(server.port, body)).json["data"][0]["embedding"]
+    encoded = (await embed(server.port, body | {"encoding_format": "base64"})).json["data"][0]["embedding"]
+
+    row = np.frombuffer(base64.b64decode(encoded), dtype="<f4")
+    whole = vector(W5_W6, normalize=False)
+    np.testing.assert_allclose(row, whole[:dimensions] / np.linalg.norm(whole[:dimensions]), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(row, floats, rtol=0, atol=1e-7)
+    assert np.linalg.norm(row) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.fixture
+def minilm(facts: ModelFacts) -> ModelFacts:
+    """A model with the real tokenizer of all-MiniLM-L6-v2."""
+    folder = find_model("all-MiniLM-L6-v2").path
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    changes = {"folder": str(folder), "tokenizer_sha256": digest, "max_tokens": 256, "vocab_size": 30_522}
+    return dataclasses.replace(facts, **changes)
+
+
+@pytest.mark.slow
+async def test_texts_of_megabytes_hold_up_neither_health_nor_short_texts(serve: Serve, minilm: ModelFacts) -> None:
+    running = await serve(served=minilm)
+    long = ["which words are there? " * 220_000, "a" * 1_000_000, "字" * 1_000_000]  # 5 MB, 1 MB, 3 MB
+    done = asyncio.Event()
+
+    async def repeat(path: str) -> list[float]:
+        seconds = []
+        while not done.is_set():
+            began_s = time.perf_counter()
+            if path == "/health":
+                assert (await ask(running.port, "GET", path)).status == 200
+            else:
+                assert (await embed(running.port, {"input": "word"})).status == 200
+            seconds.append(time.perf_counter() - began_s)
+            await asyncio.sleep(0.02)
+        return seconds
+
+    beside = [asyncio.create_task(repeat(path)) for path in ("/health", "/v1/embeddings")]
+    began_s = time.perf_counter()
+    answers = [await embed(running.port, {"input": [text, "word"], "truncate": True}) for text in long * 2]
+    long_s = time.perf_counter() - began_s
+    refused = await embed(running.port, {"input": ["word", long[0]]})
+    done.set()
+    health_s, short_s = await asyncio.gather(*beside)
+
+    assert [answer.status for answer in answers] == [200] * 6
+    sent = [row["sequences"] for row in running.stub.submitted if len(row["sequences"]) == 2]
+    assert [len(sequences[0]) for sequences in sent[:3]] == [256, 3, 256]  # a word of a million letters is unknown
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "input_too_long", "input[1]")
+    assert long_s < 10
+    assert float(np.percentile(health_s, 99)) < 0.2
+    assert max(short_s) < 2.0
