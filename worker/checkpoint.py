@@ -9,8 +9,9 @@ No code from a model is run, ever. A folder that brings some (`auto_map`) is ref
 whose code a family of `worker.models` stands for. What that code does after pooling (pplx-embed's quantising module) is
 known by the name of its class.
 
-What follows the pooling is read in `worker.modules`. A Normalize at the end is not a stage but what rows are like
-unless a client says otherwise (`normalize`). A model that scores pairs has none of that, but a head (`worker.scoring`).
+What follows the pooling is read in `worker.modules`, the tokenizer in `worker.tokenizer`. A Normalize at the end is not
+a stage but what rows are like unless a client says otherwise (`normalize`). A model that scores pairs has none of that,
+but a head (`worker.scoring`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
-from common.tokenization import load_tokenizer
-from worker.files import JsonFile, ModelError, read_file, sha256_of
+from worker.files import JsonFile, ModelError, sha256_of
 from worker.models import check_architecture, check_own_code, is_pplx, makes_chunks, read_hidden_size
 from worker.modules import (
     SCORING_CLASSES,
@@ -37,8 +37,10 @@ from worker.modules import (
     read_modules,
     refuse_modules,
 )
+from worker.rope import MAX_POSITIONS
 from worker.scoring import (
     MESSAGE,
+    TEMPLATE_ARCHITECTURE,
     CrossEncoderFiles,
     Scoring,
     Task,
@@ -48,9 +50,7 @@ from worker.scoring import (
     read_language_model,
 )
 from worker.splade import MASKED_LANGUAGE_MODELS, Splade, check_masked, read_bare, read_splade
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from worker.tokenizer import TokenizerFile
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +87,18 @@ _PURPOSES: Mapping[_Purpose, str] = MappingProxyType(
 # Prompts that every model of sentence-transformers has, empty unless it says otherwise.
 _USUAL_PROMPTS = ("query", "document")
 
-# What pplx-embed-context's chunks are joined by, unless its tokenizer's settings say otherwise.
-_PPLX_SEPARATOR = "<|endoftext|>"
-
-# Of a BertTokenizer's settings, and what tokenizer.json calls the same.
-_BERT_NORMALIZATION: Mapping[str, str] = MappingProxyType(
-    {"do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars"}
+# The largest sizes that are believed, and the fields of all families that declare one. What is larger is a slip, and
+# would cost minutes and memory before anything is compared with the weights. Of these, products fit into 64 bits.
+_LARGEST: Mapping[int, tuple[str, ...]] = MappingProxyType(
+    {
+        1_000: ("num_hidden_layers", "n_layers", "n_layer"),
+        MAX_POSITIONS: ("max_position_embeddings", "n_positions", "max_trained_positions"),
+        2**18: (
+            *("hidden_size", "dim", "n_embd", "intermediate_size", "hidden_dim", "n_inner"),
+            *("num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "head_dim"),
+        ),
+        2**31 - 1: ("vocab_size", "type_vocab_size"),
+    }
 )
 
 # Tokenizers without a limit of their own write 1e30.
@@ -135,7 +141,7 @@ class Checkpoint:
         modules = read_modules(root)
         folder = root / modules[0].folder if modules else root
         config = JsonFile.read(folder / "config.json")
-        architecture = _read_architecture(config)
+        architecture = read_architecture(config)
         if (folder / "adapter_config.json").exists():
             raise ModelError(f"{folder / 'adapter_config.json'}: adapters are not supported; merge it into the model.")
         hidden_size = read_hidden_size(architecture, config)
@@ -151,7 +157,9 @@ class Checkpoint:
         else:
             # sentence-transformers then reads neither 1_Pooling nor its two files of settings.
             logger.info("%s has no modules.json: mean pooling, no normalisation, no prompts", root)
-            if is_language_model(architecture):
+            if config.text("pooling") not in (None, "avg", "mean"):  # llama-embed's own
+                config.refuse("pooling", "without a modules.json only the mean is supported.")
+            if architecture == TEMPLATE_ARCHITECTURE:
                 logger.info("%s: if it is a Qwen3-Reranker, --task score serves it as one", root)
             if architecture in MASKED_LANGUAGE_MODELS:
                 logger.info("%s: if it is a SPLADE, --task sparse serves it as one", root)
@@ -160,19 +168,16 @@ class Checkpoint:
             pipeline = Pipeline(("mean",), True, (), False, hidden_size)
         if pipeline.quantizes and not is_pplx(architecture):
             raise ModelError(f"{root / 'modules.json'}: type: FlexibleQuantizer is not known of a {architecture}.")
-        separator_id = _separator_id(folder) if makes_chunks(config) else None
+        tokenizer = TokenizerFile.read(folder, config)
+        separator_id = tokenizer.separator_id() if makes_chunks(config) else None
         # Without modules.json a context model's own code quantises what it has pooled.
         quantizes = pipeline.quantizes or (separator_id is not None and not modules)
         normalize = pipeline.stages[-1:] == (UnitStage(),)
         stages = pipeline.stages[:-1] if normalize else pipeline.stages
         # A row over one token is that token's hidden state, unless more becomes of it.
         has_tokens = purpose == "embed" and len(pipeline.poolings) == 1 and not stages
-        return cls(
-            root=root,
-            folder=folder,
-            config=config,
-            config_sha256=sha256_of(config.path),
-            architecture=architecture,
+        return replace(
+            cls._read_common(root, config, architecture, transformer, tokenizer),
             tasks=["embed", "tokens"] if has_tokens else [purpose],
             poolings=pipeline.poolings,
             include_prompt=pipeline.include_prompt,
@@ -180,12 +185,38 @@ class Checkpoint:
             dimensions=pipeline.num_columns,
             normalize=normalize,
             encodings=["float32", "int8", "binary"] if quantizes else ["float32"],
-            lower_case=transformer.flag("do_lower_case", default=False),
-            length_limit=_length_limit(transformer, folder),
             prompts=settings.prompts,
             default_prompt_name=settings.default_prompt_name,
-            tokenizer_sha256=_check_tokenizer(folder / "tokenizer.json", config, _length_limit(transformer, folder)),
             separator_id=separator_id,
+        )
+
+    @classmethod
+    def _read_common(
+        cls, root: Path, config: JsonFile, architecture: str, transformer: JsonFile, tokenizer: TokenizerFile
+    ) -> Checkpoint:
+        """What is read of any model, whatever it is for; the caller says that."""
+        folder = config.path.parent
+        length_limit = _length_limit(transformer, tokenizer.settings)
+        tokenizer.check_room(length_limit)
+        return cls(
+            root=root,
+            folder=folder,
+            config=config,
+            config_sha256=sha256_of(config.path),
+            architecture=architecture,
+            tasks=[],
+            poolings=(),
+            include_prompt=True,
+            stages=(),
+            dimensions=0,
+            normalize=False,
+            encodings=["float32"],
+            lower_case=transformer.flag("do_lower_case", default=False),
+            length_limit=length_limit,
+            prompts={},
+            default_prompt_name=None,
+            tokenizer_sha256=tokenizer.sha256,
+            separator_id=None,
             scoring=None,
             splade=None,
         )
@@ -203,26 +234,14 @@ class Checkpoint:
             transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
             splade = read_bare(architecture, config)
         check_masked(architecture, config)
-        return cls(
-            root=root,
-            folder=folder,
-            config=config,
-            config_sha256=sha256_of(config.path),
-            architecture=architecture,
+        tokenizer = TokenizerFile.read(folder, config)
+        return replace(
+            cls._read_common(root, config, architecture, transformer, tokenizer),
             tasks=["sparse"],
-            poolings=(),
-            include_prompt=True,
-            stages=(),
             dimensions=vocab_size,
-            normalize=False,
             encodings=["sparse"],
-            lower_case=transformer.flag("do_lower_case", default=False),
-            length_limit=_length_limit(transformer, folder),
             prompts=settings.prompts,
             default_prompt_name=settings.default_prompt_name,
-            tokenizer_sha256=_check_tokenizer(folder / "tokenizer.json", config, _length_limit(transformer, folder)),
-            separator_id=None,
-            scoring=None,
             splade=splade,
         )
 
@@ -238,38 +257,22 @@ class Checkpoint:
             settings = _read_cross_encoder_settings(root)
             transformer = _read_transformer(folder, _CLASSIFYING if is_classifier(architecture) else _GENERATING)
             logit_score = JsonFile.read(root / modules[1].folder / "config.json") if modules[1:] else None
+        tokenizer = TokenizerFile.read(folder, config)
         files = CrossEncoderFiles(
             settings=settings,
             transformer=transformer,
-            tokenizer=JsonFile.read_optional(folder / "tokenizer_config.json"),
+            tokenizer=tokenizer.settings,
             logit_score=logit_score,
         )
         if is_classifier(architecture):
             scoring = read_classifier(config, files)
         else:
-            vocabulary = _vocabulary(folder / "tokenizer.json")
-            scoring = read_language_model(architecture, config, files, task, vocabulary)
-        return cls(
-            root=root,
-            folder=folder,
-            config=config,
-            config_sha256=sha256_of(config.path),
-            architecture=architecture,
+            scoring = read_language_model(architecture, config, files, task, tokenizer.vocabulary())
+        return replace(
+            cls._read_common(root, config, architecture, transformer, tokenizer),
             tasks=["score"],
-            poolings=(),
-            include_prompt=True,
-            stages=(),
             dimensions=scoring.num_labels,
-            normalize=False,
-            encodings=["float32"],
-            lower_case=transformer.flag("do_lower_case", default=False),
-            length_limit=_length_limit(transformer, folder),
-            prompts={},
-            default_prompt_name=None,
-            tokenizer_sha256=_check_tokenizer(folder / "tokenizer.json", config, _length_limit(transformer, folder)),
-            separator_id=None,
             scoring=scoring,
-            splade=None,
         )
 
 
@@ -298,7 +301,7 @@ def _choose_purpose(architecture: str, config: JsonFile, modules: list[Module], 
     return task
 
 
-# --- config.json, settings, limits, tokenizer ---
+# --- config.json, settings, limits ---
 
 _SETTINGS = "config_sentence_transformers.json"
 
@@ -308,13 +311,25 @@ _MODEL_TYPES: Mapping[_Purpose, str] = MappingProxyType(
 )
 
 
-def _read_architecture(config: JsonFile) -> str:
+def read_architecture(config: JsonFile) -> str:
+    """The one architecture that config.json names.
+
+    Raises:
+        ModelError: none or several, or one that no family has, or that brings unknown code; weights that are quantized;
+            or sizes that no model has, for which memory would be asked.
+    """
     if config.values.get("quantization_config"):
         config.refuse("quantization_config", "quantized weights are not supported.")
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         config.refuse("architectures", f"a list of one name is needed, not {architectures!r}.")
     check_own_code(architectures[0], config)
+    check_architecture(architectures[0], config)
+    for most, fields in _LARGEST.items():
+        for field in fields:
+            value = config.values.get(field)
+            if type(value) is int and value > most:
+                config.refuse(field, f"{value} is more than any model has; up to {most} is supported.")
     return architectures[0]
 
 
@@ -421,92 +436,16 @@ def _without_chat_template(config: JsonFile) -> JsonFile:
     return JsonFile(config.path, values)
 
 
-def _length_limit(transformer: JsonFile, folder: Path) -> int | None:
+def _length_limit(transformer: JsonFile, tokenizer: JsonFile) -> int | None:
     """max_seq_length where it is given, else the tokenizer's own limit: the former overrides the latter in
     sentence-transformers too."""
     declared = transformer.optional_integer("max_seq_length")
     if declared is not None:
         return declared
-    tokenizer = JsonFile.read_optional(folder / "tokenizer_config.json").values
-    value = tokenizer.get("model_max_length", tokenizer.get("max_len"))
+    value = tokenizer.values.get("model_max_length", tokenizer.values.get("max_len"))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _SANE_MODEL_MAX_LENGTH:
         return None
     return int(value)
-
-
-def _load_tokenizer(path: Path) -> Tokenizer:
-    """Raises ModelError: it is missing, or none."""
-    content = read_file(path)
-    try:
-        return load_tokenizer(content)
-    except Exception as error:  # noqa: BLE001  # the library raises plain Exception
-        raise ModelError(f"{path}: not a tokenizer: {error}") from None
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    """Token → id. Raises ModelError: as `_load_tokenizer`."""
-    return _load_tokenizer(path).get_vocab(with_added_tokens=True)
-
-
-def _separator_id(folder: Path) -> int:
-    """Of pplx-embed-context: its own code joins chunks by the tokenizer's separator."""
-    settings = JsonFile.read_optional(folder / "tokenizer_config.json")
-    token = settings.values.get("sep_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    separator_id = _vocabulary(folder / "tokenizer.json").get(str(text or _PPLX_SEPARATOR))
-    if separator_id is None:
-        settings.refuse("sep_token", f"{text or _PPLX_SEPARATOR!r} is no token of tokenizer.json.")
-    return separator_id
-
-
-def _check_tokenizer(path: Path, config: JsonFile, length_limit: int | None) -> str:
-    """The SHA-256 of a tokenizer.json whose ids all have a row in the embedding table, whose special tokens leave room
-    for a text, and which is all there is to the tokenizer."""
-    tokenizer = _load_tokenizer(path)
-    num_rows = config.integer("vocab_size")
-    num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    if num_ids > num_rows:
-        raise ModelError(f"{path}: its ids go up to {num_ids - 1}, but {config.path}: vocab_size is {num_rows}.")
-    num_special = tokenizer.num_special_tokens_to_add(is_pair=False)
-    if length_limit is not None and num_special >= length_limit:
-        raise ModelError(
-            f"{path}: its {num_special} special tokens alone fill the {length_limit} that a text may have."
-        )
-    settings = JsonFile.read_optional(path.with_name("tokenizer_config.json"))
-    _check_tokenizer_settings(path, settings)
-    # Some tokenizers of transformers add tokens by themselves; here tokenizer.json says all.
-    tokens = tokenizer.encode("a").tokens
-    for field, token_field, place in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
-        if not settings.flag(field, default=False):
-            continue
-        token = settings.values.get(token_field)
-        text = token.get("content") if isinstance(token, dict) else token
-        if not tokens or tokens[place] != text:
-            settings.refuse(field, f"true, but {path.name} does not add {text!r}.")
-    return sha256_of(path)
-
-
-def _check_tokenizer_settings(path: Path, settings: JsonFile) -> None:
-    """Raises ModelError: tokenizer_config.json asks for what tokenizer.json does not do."""
-    if settings.values.get("auto_map"):
-        settings.refuse("auto_map", "this tokenizer brings its own code, which is never run.")
-    if settings.flag("split_special_tokens", default=False):
-        settings.refuse(
-            "split_special_tokens", "true is not supported: text that spells a special token is that token."
-        )
-    if settings.text("truncation_side") not in (None, "right"):
-        logger.info("%s: truncation_side: here a request says which end of a text is cut, by default the right", path)
-    if str(settings.text("tokenizer_class")).removesuffix("Fast") != "BertTokenizer":
-        return
-    # transformers makes this one's normalisation anew from the settings.
-    normalizer = JsonFile.read(path).values.get("normalizer")
-    done = normalizer if isinstance(normalizer, dict) else {}
-    if done.get("strip_accents") is None:  # they go where letters are made small
-        done = {**done, "strip_accents": done.get("lowercase")}
-    for field, own in _BERT_NORMALIZATION.items():
-        asked, does = settings.values.get(field), done.get(own)
-        if asked is not None and does is not None and asked != does:
-            settings.refuse(field, f"{asked!r}, but the normalizer of {path.name} has {own} {does!r}.")
 
 
 def main() -> int:
@@ -514,8 +453,7 @@ def main() -> int:
     and without torch. Its weights are not looked into."""
     folder, task = sys.argv[1], sys.argv[2] if sys.argv[2:] else "auto"
     try:
-        checkpoint = Checkpoint.read(Path(folder), cast("Task", task))
-        check_architecture(checkpoint.architecture, checkpoint.config)
+        Checkpoint.read(Path(folder), cast("Task", task))
     except ModelError as error:
         sys.stderr.write(f"{error}\n")
         return 78

@@ -13,12 +13,17 @@ import logging
 import math
 import statistics
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
-from common.protocol import ENCODINGS, FLOAT32, Batch, ModelFacts
+from common.chunks import ChunkTokenizer
+from common.errors import InternalError
+from common.pairs import pair_tokenizer
+from common.protocol import ENCODINGS, FLOAT32, Batch, ModelFacts, max_rows
+from common.tokenization import Tokenizer
 from worker import ragged, selfcheck
 from worker.checkpoint import Checkpoint
 from worker.files import ModelError
@@ -27,7 +32,8 @@ from worker.layers import pack_linears
 from worker.lazy import DeviceLost, LazyTensor, Rows
 from worker.loader import check_weights, load_weights
 from worker.models import build, check_dtype
-from worker.output import load_output
+from worker.output import Output, load_output
+from worker.precompile import Precompilation
 from worker.ragged import Limits
 from worker.runner import DeviceRunner, HostRunner, Runner
 from worker.sparse import build_sparse
@@ -84,7 +90,15 @@ class Engine:
             output, stages_sha256 = load_output(checkpoint, self._device)
         else:
             output, stages_sha256 = load_scores(checkpoint, self._model, self._device)
-        weights_sha256 = load_weights(checkpoint.folder, self._model)
+        compiling: Precompilation | None = None
+        if self._device.type == "cuda":
+            compiling = Precompilation(self._model, output, self._device)
+        try:
+            weights_sha256 = load_weights(checkpoint.folder, self._model)
+        finally:
+            if compiling is not None:
+                stages.begin("kernels")
+                compiling.wait()
         max_tokens = self._model.max_positions
         if checkpoint.length_limit is not None and checkpoint.length_limit > max_tokens:
             declared = checkpoint.length_limit
@@ -152,9 +166,10 @@ class Engine:
             include_prompt=checkpoint.include_prompt,
             has_token_types=self._limits.has_token_types and (scoring is None or scoring.has_token_types),
         )
+        _check_pairs_and_chunks(self._facts)
         if runner is not None:
             stages.begin("self-check")
-            how += f", lowest cosine to float32 {selfcheck.verify(runner, self._facts):.6f}"
+            how += f", lowest cosine to float32 {self._self_check(runner, output):.6f}"
             if config.graphs == "eager-start":
                 how += f", {runner.capture_ladder(max_tokens)} graphs"
         stages.begin("warm-up")
@@ -226,6 +241,16 @@ class Engine:
         except RuntimeError as lasting:
             raise DeviceLost(f"{self._device} has failed: {lasting}") from error
 
+    def _self_check(self, runner: DeviceRunner, output: Output) -> float:
+        """The lowest cosine to the reference. Raises ModelError: it is too low."""
+        if "score" not in self._facts.tasks and not output.is_sparse:
+            return selfcheck.verify(runner, self._facts)
+        width = self._model.hidden_size
+        pooled = runner.with_output(Output([*output.poolings, "mean"][:1], [], width))
+        lowest = selfcheck.verify(pooled, replace(self._facts, dimensions=width))
+        pooled.release_memory()
+        return lowest
+
     def _choose_max_batch_tokens(self, config: WorkerConfig) -> int:
         if config.max_batch_tokens != "auto":
             return int(config.max_batch_tokens)
@@ -256,6 +281,7 @@ class Engine:
         kernel may be made at every power of two, which takes longer than any step.
         """
         deadline_s = time.monotonic() + (_WARM_UP_S if self._device.type == "cpu" else math.inf)
+        most_rows = max_rows(self._facts)
         longest = self._limits.max_tokens
         budget = self._facts.max_batch_tokens
         steps = [[1], [3], [min(10, longest)], [1, min(30, longest), min(7, longest)], _full(budget, longest)]
@@ -263,7 +289,7 @@ class Engine:
             steps += [_full(1 << power, longest) for power in range(6, budget.bit_length())]
             steps.append([min(8, longest)] * (budget // 8))  # many short ones have a kernel of their own
         s_per_token = 0.0
-        for lengths in steps:
+        for lengths in (step[:most_rows] for step in steps):
             if time.monotonic() + s_per_token * sum(lengths) > deadline_s:
                 break
             s_per_token = self._seconds(self._warm_up_batch(lengths)) / sum(lengths)
@@ -293,6 +319,20 @@ class _Stages:
         ends = [begun_s for _, begun_s in self._begun[1:]] + [time.monotonic()]
         parts = [f"{name} {end_s - begun_s:.1f}" for (name, begun_s), end_s in zip(self._begun, ends, strict=True)]
         return f"{ends[-1] - self._begun[0][1]:.1f} s ({', '.join(parts)})"
+
+
+def _check_pairs_and_chunks(facts: ModelFacts) -> None:
+    """Raises ModelError: the tokenizer does not fit what the model is asked; a gateway would only find out later."""
+    if not facts.pair_template and facts.separator_id is None:
+        return
+    try:
+        tokenizer = Tokenizer(facts)
+        if facts.pair_template:
+            pair_tokenizer(facts, tokenizer)
+        if facts.separator_id is not None:
+            ChunkTokenizer(facts, tokenizer)
+    except (OSError, ValueError, InternalError) as error:
+        raise ModelError(f"{facts.folder}: {error}") from None
 
 
 def _check_shapes(checkpoint: Checkpoint) -> None:

@@ -86,9 +86,6 @@ class JsonFile:
         return value
 
 
-# --- what follows the pooling: from rows of float32 to rows of float32 ---
-
-
 def read_file(path: Path) -> bytes:
     """A file of the model, whole and in private memory.
 

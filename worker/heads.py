@@ -1,19 +1,13 @@
-"""From a pair's hidden states to its scores: the heads of classifiers, and the answers of language models.
+"""From a pair's hidden states to its scores: the heads of classifiers. Those of language models: `worker.answers`.
 
 The classifiers of transformers have one of a few heads: a row is pooled, and one or two linear layers make logits of
 it. So a model that scores is the body of its family, which knows nothing of this, and a head beside it (`Scorer`); both
 are filled from the same files by exact name. A head computes in float32, whatever the body's dtype: its rows are few.
-
-Of a language model's head, a table as large as the vocabulary, a score needs two rows. They are read on their own, so
-that the table is never in memory; where none is stored and it is tied to the embeddings, theirs are. That the loader
-has read them before, or will, does not matter: what is read here has a hash of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
@@ -22,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from worker.files import ModelError
-from worker.layers import ACTIVATIONS
+from worker.answers import AnswerHead, read_answer_rows
+from worker.layers import ACTIVATIONS, tensors_of
 from worker.output import Output
 from worker.scoring import read_num_labels
-from worker.weights import FLOAT_DTYPES, StoredTensor, fit, listed, open_weights
 
 if TYPE_CHECKING:
     from worker.checkpoint import Checkpoint
@@ -34,11 +27,8 @@ if TYPE_CHECKING:
     from worker.models import Model
     from worker.modules import Pooling
     from worker.ragged import RaggedBatch
-    from worker.scoring import AnswerTokens
 
 _POOLER = "pooler."
-_HEAD_TABLE = "lm_head.weight"
-_EMBEDDING_TABLE = "embed_tokens.weight"
 
 
 class Head(nn.Module):
@@ -73,11 +63,10 @@ class Head(nn.Module):
         return rows
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}.{kind}": parameter
-            for name, layer in zip(self._names, self.layers, strict=True)
-            for kind, parameter in layer.named_parameters()
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for name, layer in zip(self._names, self.layers, strict=True):
+            tensors |= tensors_of(name, layer)
+        return tensors
 
     def canonical_name(self, stored_name: str) -> str | None:
         """What a checkpoint's tensor is called in `checkpoint_tensors`; None if it is none of the head's."""
@@ -118,22 +107,6 @@ class Scorer(nn.Module):
         return self.head.canonical_name(stored_name) or self._model[0].canonical_name(stored_name)
 
 
-class AnswerHead(nn.Module):
-    """logit(yes) - logit(no), or logit(yes) alone, from the rows of these tokens in a language model's head."""
-
-    rows: torch.Tensor
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        """`rows` is float32 [1 or 2, hidden], that of "yes" first."""
-        super().__init__()
-        self.register_buffer("rows", rows)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, hidden] → float32 [rows, 1]."""
-        logits = functional.linear(rows, self.rows)  # [rows, 1 or 2]
-        return logits if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:]
-
-
 class ScoreOutput(Output):
     """Scores as rows. What a sequence ends with is not pooled if it is `padding_id`, if that is one.
 
@@ -171,7 +144,7 @@ def load_scores(checkpoint: Checkpoint, model: Model, device: torch.device) -> t
     if checkpoint.scoring.answers is None:
         assert isinstance(model, Scorer)
         return ScoreOutput(model.head.pooling, model.head, num_labels, model.head.padding_id), ""
-    rows, digest = _read_answer_rows(checkpoint, model, checkpoint.scoring.answers)
+    rows, digest = read_answer_rows(checkpoint, model)
     return ScoreOutput("last", AnswerHead(rows).to(device), num_labels), digest
 
 
@@ -254,41 +227,3 @@ def _trimmed_stops(batch: RaggedBatch, padding_id: int) -> torch.Tensor:
     kept = torch.where(batch.token_ids == padding_id, 0, ends).cummax(0).values  # [tokens]
     trimmed = torch.maximum(kept[(stops - 1).clamp_min(0)], starts + 1)
     return torch.where(stops > starts, trimmed, stops)
-
-
-# --- the rows of a language model's head ---
-
-
-def _read_answer_rows(checkpoint: Checkpoint, model: Model, answers: AnswerTokens) -> tuple[torch.Tensor, str]:
-    """float32 [1 or 2, hidden] on the host, and the SHA-256 of its bytes in the files.
-
-    Source: transformers' `tie_weights`: a head that is stored counts, even if config.json says that it is tied.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
-    with open_weights(checkpoint.folder) as weights:
-        fitted = fit(weights, shapes, model.canonical_name)
-        stored = {tensor.name: tensor for file in weights.files for tensor in file.tensors.values()}
-        table = stored.get(fitted.wrapper + _HEAD_TABLE)
-        if table is None and answers.tied:
-            table = fitted.filled.get(_EMBEDDING_TABLE)
-        if table is None:
-            names = listed([tensor.name for tensor in fitted.unused])
-            raise ModelError(f"{weights.source}: {_HEAD_TABLE} is missing, and not tied to the embeddings ({names}).")
-        if table.shape != (model.vocab_size, model.hidden_size) or table.dtype not in FLOAT_DTYPES:
-            raise ModelError(f"{table.place}: a table of {[model.vocab_size, model.hidden_size]} floats is needed.")
-        stream = next(file.stream for file in weights.files if file.path == table.path)
-        ids = [answers.yes] if answers.no is None else [answers.yes, answers.no]
-        content = b"".join(_read_row(stream.fileno(), table, token_id) for token_id in ids)
-    dtype: torch.dtype = getattr(torch, FLOAT_DTYPES[table.dtype])
-    rows = torch.frombuffer(bytearray(content), dtype=dtype).view(len(ids), -1).float()
-    if not rows.isfinite().all():
-        raise ModelError(f"{table.place}: holds a NaN or an infinity.")
-    return rows, hashlib.sha256(content).hexdigest()
-
-
-def _read_row(descriptor: int, table: StoredTensor, index: int) -> bytes:
-    row_bytes = table.num_bytes // table.shape[0]
-    content = os.pread(descriptor, row_bytes, table.start + index * row_bytes)
-    if len(content) < row_bytes:
-        raise ModelError(f"{table.path} is damaged: it was cut short while it was read.")
-    return content

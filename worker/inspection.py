@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from common.tokenization import load_tokenizer
-from worker.checkpoint import Checkpoint
+from worker.checkpoint import Checkpoint, read_architecture
 from worker.files import JsonFile, ModelError, read_file
-from worker.models import build, check_architecture, check_own_code
+from worker.models import build
 from worker.weights import fit, listed, open_weights
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Inspection:
         self._attempt(lambda: self._inspect_weights(folder, model))
         if checkpoint is not None and checkpoint.stages:
             self._attempt(lambda: _load_stages(checkpoint))
+        if checkpoint is not None and checkpoint.scoring is not None and checkpoint.scoring.answers is not None:
+            self._attempt(lambda: _check_answers(checkpoint, model))
 
     def _inspect_weights(self, folder: Path, model: Model | None) -> None:
         """Raises ModelError: a file is missing or damaged. What does not fit the model is noted."""
@@ -129,18 +131,9 @@ class Inspection:
         return "\n\n".join("\n".join(lines) for lines in [*sections, verdict])
 
 
-def _architecture(config: JsonFile) -> str:
-    names = config.values.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        config.refuse("architectures", f"a list of one name is needed, not {names!r}.")
-    check_own_code(names[0], config)
-    check_architecture(names[0], config)
-    return names[0]
-
-
 def _build_on_meta(config: JsonFile, checkpoint: Checkpoint | None) -> Model:
     """Without a checkpoint (something in it is wrong) as its architecture alone says."""
-    architecture = _architecture(config)
+    architecture = read_architecture(config)
     import torch  # only now: what is wrong in the JSON is said without it
 
     with torch.device("meta"):
@@ -159,6 +152,14 @@ def _load_stages(checkpoint: Checkpoint) -> None:
     from worker.output import load_output
 
     load_output(checkpoint, torch.device("cpu"))
+
+
+def _check_answers(checkpoint: Checkpoint, model: Model | None) -> None:
+    """Raises ModelError: the weights do not hold what a language model scores by."""
+    from worker.answers import check_answer_rows
+
+    if model is not None:
+        check_answer_rows(checkpoint, model)
 
 
 def _declared(checkpoint: Checkpoint) -> Facts:

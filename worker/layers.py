@@ -240,6 +240,8 @@ class RotaryTable(nn.Module):
     they are computed with each batch, from frequencies that were made here for every length; a text that is not longer
     takes the table's rows, to the bit, whatever it is in a batch with.
 
+    On the meta device, which holds shapes alone, nothing is made: it asks for no memory, whatever config.json says.
+
     Source: Su et al., RoFormer (2021); float32 throughout, as in transformers, so that late positions agree with it.
     """
 
@@ -249,14 +251,9 @@ class RotaryTable(nn.Module):
 
     def __init__(self, rope: Rope) -> None:
         super().__init__()
-        device = torch.get_default_device()
-        frequencies = rope.frequencies_by_length()
-        num_positions = rope.num_positions if frequencies is None else rope.num_positions + 1 - len(frequencies)
-        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
-        angles = positions[:, None] * rope.inverse_frequencies()  # [positions, dim / 2]
-        self.register_buffer("cos", (angles.cos() * rope.attention_factor).to(device), persistent=False)
-        self.register_buffer("sin", (angles.sin() * rope.attention_factor).to(device), persistent=False)
-        self.register_buffer("frequencies", None if frequencies is None else frequencies.to(device), persistent=False)
+        make = _rotary_shapes if torch.get_default_device().type == "meta" else _rotary_tables
+        for name, table in zip(("cos", "sin", "frequencies"), make(rope), strict=True):
+            self.register_buffer(name, table, persistent=False)
 
     def at(self, batch: RaggedBatch) -> Rotation:
         """By how much each token of a batch turns, for all layers that turn alike."""
@@ -281,6 +278,36 @@ class RotaryTable(nn.Module):
         # What converts a whole model to another dtype moves these at most: bfloat16 cannot tell positions apart.
         super()._apply(lambda table: table.to(fn(table).device), recurse)
         return self
+
+
+def _rotary_tables(rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What `RotaryTable` holds."""
+    device = torch.get_default_device()
+    frequencies = rope.frequencies_by_length()
+    positions = torch.arange(_num_angles(rope), dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * rope.inverse_frequencies()  # [positions, dim / 2]
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return cos.to(device), sin.to(device), None if frequencies is None else frequencies.to(device)
+
+
+def _rotary_shapes(rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The same without numbers, on the meta device."""
+    shapes = [(num_rows, rope.dim // 2) for num_rows in (_num_angles(rope), _num_angles(rope), rope.num_lengths)]
+    cos, sin, frequencies = (torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes)
+    return cos, sin, frequencies if rope.num_lengths else None
+
+
+def _num_angles(rope: Rope) -> int:
+    return rope.num_positions + 1 - rope.num_lengths if rope.num_lengths else rope.num_positions
+
+
+def rotations_at(tables: nn.ModuleDict, batch: RaggedBatch) -> dict[str, Rotation]:
+    """By how much each token of a batch turns, for each of the `RotaryTable`s by its name."""
+    rotations = {}
+    for name, table in tables.items():
+        assert isinstance(table, RotaryTable)
+        rotations[name] = table.at(batch)
+    return rotations
 
 
 class Rotation:
@@ -404,6 +431,11 @@ class Embedding(nn.Module):
 def parameter(*shape: int) -> nn.Parameter:
     """A parameter that is yet to be filled, and never trained."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def tensors_of(prefix: str, layer: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a layer as checkpoints call them: `weight` and, where there is one, `bias` after its name."""
+    return {f"{prefix}.{name}": tensor for name, tensor in layer.named_parameters()}
 
 
 def is_fusible(x: torch.Tensor, weight: torch.Tensor) -> bool:

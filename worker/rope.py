@@ -53,6 +53,9 @@ _TYPES: Mapping[str, frozenset[str]] = MappingProxyType(
 # By which texts may become longer. Beyond it tables that are as long as a text may be would not fit anywhere.
 _LARGEST_FACTOR = 1024.0
 
+# More than any model takes: what is beyond was not meant, and its tables would fill the memory.
+MAX_POSITIONS = 2**22
+
 # Of yarn: rotations within the trained length, above which a column keeps its frequency, and below which it is slowed.
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
@@ -168,12 +171,21 @@ class Rope:
             num_positions = max(num_positions, int(scaling.trained_length * scaling.factor))
         elif isinstance(scaling, DynamicScaling):
             num_positions = int(num_positions * scaling.factor)
+        if num_positions > MAX_POSITIONS:
+            config.refuse("rope_scaling, rope_parameters", f"{num_positions} positions; {MAX_POSITIONS} are supported.")
         return cls(dim, theta, num_positions, scaling)
 
     @property
     def attention_factor(self) -> float:
         """What all cosines and sines are multiplied by."""
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
+    @property
+    def num_lengths(self) -> int:
+        """Of texts that turn by frequencies of their own: rows of `frequencies_by_length`, 0 if there are none."""
+        if not isinstance(self.scaling, DynamicScaling):
+            return 0
+        return self.num_positions + 1 - self.scaling.trained_length
 
     def inverse_frequencies(self) -> torch.Tensor:
         """Radians a position, float32 [dim / 2]; with dynamic scaling those of texts up to the trained length."""

@@ -6,6 +6,7 @@ Both runners have the same methods, so the engine does not ask where it is.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -115,6 +116,17 @@ class DeviceRunner:
         metrics: Metrics,
     ) -> None:
         """`largest_batch_tokens` bounds every batch that will come."""
+        # Another one for the same steps.
+        self._again = partial(
+            DeviceRunner,
+            model,
+            selection=selection,
+            config=config,
+            largest_batch_tokens=largest_batch_tokens,
+            device=device,
+            hot_keys=hot_keys,
+            metrics=metrics,
+        )
         self._model = model
         self._output = output
         self._types = model.has_token_types
@@ -126,9 +138,8 @@ class DeviceRunner:
         driver = Driver()
         self._staging = Staging(largest_capacity(largest_batch_tokens), self._stream, driver)
         self._instances: dict[Key, Attention] = {}
-        self._plans: dict[
-            tuple[Capacity, int], tuple[Key, Attention]
-        ] = {}  # by a bound of the longest, as a power of 2
+        # By capacity and a bound of the longest sequence, as a power of 2.
+        self._plans: dict[tuple[Capacity, int], tuple[Key, Attention]] = {}
         self._has_graphs = config.graphs != "off"
         self.graphs = GraphRunner(
             self._forward,
@@ -180,6 +191,10 @@ class DeviceRunner:
             hot_keys=cache / f"graphs-{fingerprint}.json",
             metrics=metrics,
         )
+
+    def with_output(self, output: Output) -> DeviceRunner:
+        """A runner of the same steps, from whose hidden states this output makes rows."""
+        return self._again(output)
 
     @property
     def attention(self) -> str:

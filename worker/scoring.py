@@ -30,7 +30,7 @@ _LANGUAGE_MODEL = "ForCausalLM"
 
 # What is served by the template of Qwen3-Reranker, and the tokens that it answers by.
 _TEMPLATE = "qwen3-reranker"
-_TEMPLATE_ARCHITECTURE = "Qwen3ForCausalLM"
+TEMPLATE_ARCHITECTURE = "Qwen3ForCausalLM"
 _YES, _NO = "yes", "no"
 
 _OWN_PAIRS = "pair"  # as the tokenizer writes a pair
@@ -148,10 +148,10 @@ def read_language_model(
             f"{MESSAGE!r}: pairs are put into a chat template, which is a program and never run. If this is a "
             "Qwen3-Reranker, --task score serves it with that model's own template.",
         )
-    if has_template and architecture != _TEMPLATE_ARCHITECTURE:
+    if has_template and architecture != TEMPLATE_ARCHITECTURE:
         config.refuse(
             "architectures",
-            f"--task score: of language models only Qwen3-Reranker ({_TEMPLATE_ARCHITECTURE}) is known by its "
+            f"--task score: of language models only Qwen3-Reranker ({TEMPLATE_ARCHITECTURE}) is known by its "
             f"template, not a {architecture}.",
         )
     instruction = files.default_prompt()

@@ -148,7 +148,9 @@ class Staging:
 
     def _grow(self, slot: _Slot, size: int) -> None:
         """Make room for an output. The slot is on loan, so nothing reads the old buffers any more."""
-        slot.size = max(size, 2 * slot.size, 1 << 18)
-        slot.device_output = torch.empty(slot.size, dtype=torch.uint8, device=self._device)
-        slot.pinned_output = torch.empty(slot.size, dtype=torch.uint8, pin_memory=True)
-        slot.output_address = slot.device_output.data_ptr()
+        size = max(size, 2 * slot.size, 1 << 18)
+        device_output = torch.empty(size, dtype=torch.uint8, device=self._device)
+        pinned_output = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        # Only now that there is memory for both: a slot never claims room that it lacks.
+        slot.device_output, slot.pinned_output = device_output, pinned_output
+        slot.output_address, slot.size = device_output.data_ptr(), size

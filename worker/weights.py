@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ CanonicalName: TypeAlias = Callable[[str], str | None]  # as `Model.canonical_na
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+_PYTORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 _MAX_LISTED = 8
 
 _LENGTH_BYTES = 8
@@ -235,13 +237,31 @@ def _misfit(tensor: StoredTensor, shape: Shape) -> Iterator[str]:
 
 def _refuse_without_safetensors(folder: Path) -> NoReturn:
     others = sorted(path.name for path in folder.glob("*") if path.suffix in _OTHER_FORMATS)
-    found = ""
-    if others:
-        found = (
-            f" (found {listed(others)}). If you trust where it comes from, convert it with transformers: "
-            f'AutoModel.from_pretrained("{folder}").save_pretrained("{folder}")'
-        )
-    raise ModelError(f"{folder / _SINGLE} is missing: only safetensors weights are read{found}.")
+    found = f" (found {listed(others)})" if others else ""
+    way = _way_to_convert(folder) if any(_PYTORCH.fullmatch(name) for name in others) else ""
+    raise ModelError(f"{folder / _SINGLE} is missing: only safetensors weights are read{found}.{way}")
+
+
+def _way_to_convert(folder: Path) -> str:
+    """How transformers writes safetensors of PyTorch's weights, or nothing where that is not known.
+
+    By the very class that config.json names: AutoModel would leave out a head and name another class. Into another
+    folder: config.json is written anew beside the weights, and nothing of the original is overwritten.
+    """
+    try:
+        config = JsonFile.read_optional(folder / "config.json")
+    except ModelError:  # told by whoever reads it
+        return ""
+    architectures = config.values.get("architectures")
+    if config.values.get("auto_map") or not isinstance(architectures, list) or len(architectures) != 1:
+        return ""
+    name = architectures[0]
+    if not isinstance(name, str) or not name.isidentifier():
+        return ""
+    return (
+        " If you trust where it comes from, write them with transformers into another folder and move the safetensors "
+        f'files here: transformers.{name}.from_pretrained("{folder}").save_pretrained("{folder}-safetensors")'
+    )
 
 
 def _read_weight_map(index: JsonFile) -> dict[str, str]:

@@ -16,6 +16,7 @@ from common.tokenization import Tokenizer, TruncationRule
 from tests.models import bert_config, bert_tensors, make_batch, random_sequences, write_bert, write_json, write_pplx
 from tests.reference import BertReference, Qwen3Reference, unit
 from tests.worker.conftest import make_engine
+from worker import engine as engine_module
 from worker.engine import Engine
 from worker.files import ModelError
 from worker.lazy import LazyTensor
@@ -278,6 +279,19 @@ def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(tiny_folder: Path)
     np.testing.assert_allclose(rows.rows.view(np.float32), whole.rows.view(np.float32), atol=1e-6)
     assert sum(runner.ran) == 52
     assert runner.released > 0
+
+
+def test_halves_keep_spans_and_types_with_their_sequences() -> None:
+    spans = [[(0, 1), (1, 3)], [(0, 1)], [(1, 2), (2, 3), (3, 4)]]
+    batch = make_batch([[1, 2, 3], [4], [5, 6, 7, 8]], dimensions=[3, 1, 4], type_starts=[1, 1, 2], spans=spans)
+
+    first, second = engine_module._halves(batch)
+
+    assert [half.token_ids.tolist() for half in (first, second)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [half.dimensions.tolist() for half in (first, second)] == [[3, 1], [4]]
+    assert [half.type_starts.tolist() for half in (first, second)] == [[1, 1], [2]]
+    assert [half.span_counts.tolist() for half in (first, second)] == [[2, 1], [3]]
+    assert [half.spans.tolist() for half in (first, second)] == [[[0, 1], [1, 3], [0, 1]], [[1, 2], [2, 3], [3, 4]]]
 
 
 def test_a_sequence_that_fits_once_graphs_have_given_way_runs(tiny_folder: Path) -> None:

@@ -196,7 +196,13 @@ def test_the_published_models_frequencies_follow_the_rule_in_full_precision() ->
 
 
 @pytest.mark.parametrize(
-    ("architecture", "prefix"), [("NewForMaskedLM", "new."), ("NewModel", "new."), ("GteForMaskedLM", "gte.")]
+    ("architecture", "prefix"),
+    [
+        ("NewForMaskedLM", "new."),
+        ("NewForTokenClassification", "new."),
+        ("NewModel", "new."),
+        ("GteForMaskedLM", "gte."),
+    ],
 )
 def test_a_checkpoint_with_a_prefix_and_a_head_gives_the_vectors_of_its_encoder(
     architecture: str, prefix: str, tmp_path: Path
@@ -266,8 +272,8 @@ def test_a_reference_batch_is_computed_in_float32_whatever_the_weights_are(tmp_p
     [
         ({"model_type": "bert"}, "model_type: 'bert' is not this architecture's: new or gte"),
         (
-            {"architectures": ["NewForTokenClassification"], "auto_map": None},
-            "architectures: NewForTokenClassification is not supported",
+            {"architectures": ["NewForQuestionAnswering"], "auto_map": None},
+            "architectures: NewForQuestionAnswering is not supported",
         ),
         ({"position_embedding_type": "absolute"}, "position_embedding_type: only 'rope' is supported, not 'absolute'"),
         ({"layer_norm_type": "rms_norm"}, "layer_norm_type: only 'layer_norm' is supported, not 'rms_norm'"),

@@ -21,8 +21,9 @@ from worker.layers import (
     RotaryTable,
     Rotation,
     pack_linears,
+    tensors_of,
 )
-from worker.rope import Rope
+from worker.rope import DynamicScaling, Rope, Scaling
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -188,6 +189,34 @@ def test_rotary_tables_are_float32_whatever_the_default_is(default: torch.dtype)
         torch.set_default_dtype(former)
 
     torch.testing.assert_close(table.sin, expected.sin, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scaling", [None, DynamicScaling(factor=2.5, trained_length=16)])
+def test_rotary_tables_on_the_meta_device_are_those_of_a_device_without_their_numbers(scaling: Scaling | None) -> None:
+    rope = Rope(num_positions=40, dim=8, theta=10000.0, scaling=scaling)
+    table = RotaryTable(rope)
+
+    with torch.device("meta"):
+        shapes = RotaryTable(rope)
+
+    for buffer, shape in zip(table.buffers(), shapes.buffers(), strict=True):
+        assert (shape.is_meta, shape.shape, shape.dtype) == (True, buffer.shape, buffer.dtype)
+
+
+def test_rotary_tables_on_the_meta_device_take_no_memory_whatever_their_size() -> None:
+    with torch.device("meta"):
+        table = RotaryTable(Rope(num_positions=2**40, dim=2**18, theta=10000.0))
+
+    assert table.cos.shape == (2**40, 2**17)
+
+
+def test_tensors_are_named_after_their_layer_with_a_bias_where_there_is_one() -> None:
+    linear, norm = Linear(2, 3), LayerNorm(3, 1e-5, bias=False)
+
+    tensors = tensors_of("a.dense", linear) | tensors_of("a.norm", norm)
+
+    assert list(tensors) == ["a.dense.weight", "a.dense.bias", "a.norm.weight"]
+    assert tensors["a.dense.bias"] is linear.bias
 
 
 def test_queries_and_keys_are_normed_and_turned_and_values_are_not() -> None:

@@ -157,6 +157,11 @@ def as_pickle(folder: Path) -> None:
     torch.save(bert_tensors(bert_config()), folder / "pytorch_model.bin")
 
 
+def of_another_hidden_size(folder: Path) -> None:
+    (folder / MODULES).unlink()  # which say it too
+    edit_json(folder / CONFIG, hidden_size=2**18)
+
+
 def with_dense(folder: Path) -> None:
     entries = json.loads((folder / MODULES).read_text())
     dense = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
@@ -272,6 +277,43 @@ MUTANTS = [
         write_qwen3,
     ),
     Mutant("odd_head", config(head_dim=15), f"{CONFIG}: head_dim: 15 is odd", write_qwen3),
+    Mutant("a_million_layers_by_another_name", config(n_layer=10**6), f"{CONFIG}: n_layer: 1000000 is more than"),
+    Mutant("a_million_layers", config(num_hidden_layers=10**6), f"{CONFIG}: num_hidden_layers: 1000000 is more than"),
+    Mutant(
+        "a_billion_positions",
+        config(max_position_embeddings=10**9),
+        f"{CONFIG}: max_position_embeddings: 1000000000 is more than",
+        write_qwen3,
+    ),
+    Mutant(
+        "a_billion_positions_by_scaling",
+        config(max_position_embeddings=2**20, rope_scaling={"rope_type": "dynamic", "factor": 1000.0}),
+        f"{CONFIG}: rope_scaling, rope_parameters: 1048576000 positions",
+        write_qwen3,
+    ),
+    Mutant(
+        "more_positions_than_rows",
+        config(max_position_embeddings=2**22),
+        rf"{WEIGHTS}: tensor embeddings.position_embeddings.weight: shape .* needs \[4194304, 32\]",
+    ),
+    Mutant("a_billion_columns", config(intermediate_size=10**9), f"{CONFIG}: intermediate_size: 1000000000 is more"),
+    Mutant(
+        "a_hidden_size_of_others",
+        of_another_hidden_size,
+        rf"{WEIGHTS}: tensor embed_tokens.weight: shape .* needs \[64, 262144\]",
+        write_qwen3,
+    ),
+    Mutant(
+        "an_intermediate_size_of_others",
+        config(intermediate_size=2**18),
+        rf"{WEIGHTS}: tensor encoder.layer.0.intermediate.dense.bias: shape .* needs \[262144\]",
+    ),
+    Mutant(
+        "a_vocabulary_of_others",
+        config(vocab_size=2**31 - 1),
+        rf"{WEIGHTS}: tensor embeddings.word_embeddings.weight: shape .* needs \[2147483647, 32\]",
+    ),
+    Mutant("a_vocabulary_beyond_any", config(vocab_size=2**31), f"{CONFIG}: vocab_size: 2147483648 is more"),
     # tokenizer.json
     Mutant("no_tokenizer", no(TOKENIZER), f"{TOKENIZER} is missing"),
     Mutant("broken_tokenizer", text(TOKENIZER, '{"model": {'), f"{TOKENIZER}: not a tokenizer"),

@@ -18,6 +18,7 @@ from tests.models import (
     qwen3_config,
     qwen3_tensors,
     random_sequences,
+    tokenizer,
     write_bert,
     write_json,
     write_pplx,
@@ -181,7 +182,7 @@ def test_pplx_embed_tells_its_encodings_and_does_not_normalise(tmp_path: Path) -
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: heads that are rotated in part"),
         ({"rope_theta": 10**400}, "rope_theta: a positive number is needed"),
         ({"num_key_value_heads": None}, "num_key_value_heads: missing"),
-        ({"head_dim": 10**30}, "head_dim: a positive integer is needed"),
+        ({"head_dim": 10**30}, "head_dim: 10+ is more than any model has"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
             "rope_parameters.full_attention: not understood",
@@ -254,18 +255,28 @@ def test_a_quantising_module_behind_another_model_is_refused(tmp_path: Path) -> 
         make_engine(tmp_path / "bert")
 
 
+def write_context(folder: Path, settings: dict[str, object], separator: str) -> Path:
+    """A pplx-embed-context whose tokenizer has this token, which no text makes of its own."""
+    write_pplx(folder, config=pplx_config(auto_map=CONTEXT_CODE))
+    own = tokenizer(num_words=60)
+    own.add_special_tokens([separator])
+    own.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", settings)
+    return folder
+
+
 CONTEXT_CODE = {"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": "modeling.PPLXQwen3ContextualModel"}
 
 
 @pytest.mark.parametrize("with_modules", [True, False])
 @pytest.mark.parametrize(
-    ("settings", "separator_id"), [({"sep_token": "w3"}, 6), ({"sep_token": {"content": "w4"}}, 7)]
+    ("settings", "separator", "separator_id"),
+    [({"sep_token": "[SEP]"}, "[SEP]", 2), ({"sep_token": {"content": "[UNUSED]"}}, "[UNUSED]", 63)],
 )
 def test_a_context_model_tells_its_separator_and_quantises(
-    tmp_path: Path, settings: dict[str, object], separator_id: int, with_modules: bool
+    tmp_path: Path, settings: dict[str, object], separator: str, separator_id: int, with_modules: bool
 ) -> None:
-    folder = write_pplx(tmp_path, config=pplx_config(auto_map=CONTEXT_CODE))
-    write_json(folder / "tokenizer_config.json", settings)
+    folder = write_context(tmp_path, settings, separator)
     if not with_modules:
         (folder / "modules.json").unlink()
 
@@ -282,12 +293,17 @@ def test_a_context_model_whose_separator_is_no_token_is_refused(tmp_path: Path) 
         make_engine(folder)
 
 
+def test_a_separator_that_is_a_word_like_any_other_is_refused(tmp_path: Path) -> None:
+    folder = write_context(tmp_path, {"sep_token": "w4"}, "[SEP]")
+
+    with pytest.raises(ModelError, match=r"tokenizer\.json: the separator 7 is none of its added tokens"):
+        make_engine(folder)
+
+
 def test_chunks_are_pooled_on_their_own_and_see_each_other(tmp_path: Path) -> None:
-    folder = write_pplx(tmp_path, config=pplx_config(auto_map=CONTEXT_CODE))
-    write_json(folder / "tokenizer_config.json", {"sep_token": "w3"})
-    engine = make_engine(folder)
+    engine = make_engine(write_context(tmp_path, {"sep_token": "[SEP]"}, "[SEP]"))
     chunks = [[10, 11, 12], [20], [30, 31]]
-    joined = [*chunks[0], 6, *chunks[1], 6, *chunks[2]]
+    joined = [*chunks[0], 2, *chunks[1], 2, *chunks[2]]
     tokens = embed(engine, [joined], spans=[[(i, i + 1) for i in range(len(joined))]])
 
     rows = embed(engine, [joined], spans=[[(0, 3), (4, 5), (6, 8)]])

@@ -31,6 +31,7 @@ from worker import checkpoint as checkpoint_module
 from worker.checkpoint import Checkpoint
 from worker.engine import Engine
 from worker.files import ModelError
+from worker.inspection import Inspection
 from worker.ragged import BadBatch
 
 LIMIT = 40
@@ -402,13 +403,13 @@ def pair_words() -> RustTokenizer:
 
 
 def answering_words() -> RustTokenizer:
-    """Without special tokens; yes and no are words."""
-    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "yes": 3, "no": 4} | {
-        f"w{i}": i + 5 for i in range(VOCAB_SIZE - 5)
-    }
-    words = RustTokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return words
+    """Without special tokens around a text; yes and no are words, and Qwen3-Reranker's template has its tokens."""
+    marks = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    words = ["[UNK]", "[CLS]", "[SEP]", "yes", "no", *(f"w{i}" for i in range(VOCAB_SIZE - 9)), *marks]
+    made = RustTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(marks)
+    return made
 
 
 def save_library(model: PreTrainedModel, words: RustTokenizer, folder: Path, inputs: list[str] = INPUTS) -> Path:
@@ -619,6 +620,28 @@ def test_a_head_that_is_neither_stored_nor_tied_is_refused(tmp_path: Path) -> No
 
     with pytest.raises(ModelError, match=r"lm_head.weight is missing"):
         make_engine(tmp_path, task="score")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_inspection_finds_the_head_of_a_language_model_or_misses_it(tied: bool, tmp_path: Path) -> None:
+    save_reranker(language_model(tie_word_embeddings=True), tmp_path)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=tied)
+
+    problems = Inspection.of("tiny", tmp_path, "score").problems
+
+    missing = f"{tmp_path}/model.safetensors: lm_head.weight is missing, and not tied to the embeddings (none)."
+    assert problems == ([] if tied else [missing])
+
+
+def test_an_inspection_finds_a_head_of_another_shape(tmp_path: Path) -> None:
+    save_reranker(language_model(tie_word_embeddings=False), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.ones(5, 4)}, tmp_path / "model.safetensors")
+
+    problems = Inspection.of("tiny", tmp_path, "score").problems
+
+    assert len(problems) == 1
+    assert "tensor lm_head.weight: a table of" in problems[0]
 
 
 def test_a_row_that_is_not_finite_is_refused(tmp_path: Path) -> None:

@@ -137,17 +137,48 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_refused(tmp_path: Path) ->
     ("others", "message"),
     [
         ([], r"model\.safetensors is missing: only safetensors weights are read\.$"),
-        (["pytorch_model.bin"], r"\(found pytorch_model\.bin\)\. If you trust .* AutoModel\.from_pretrained\(.*save_"),
-        (["a.onnx", "flax_model.msgpack"], r"found a\.onnx, flax_model\.msgpack\)"),
+        (["pytorch_model.bin"], r"\(found pytorch_model\.bin\)\.$"),
+        (["a.onnx", "flax_model.msgpack"], r"\(found a\.onnx, flax_model\.msgpack\)\.$"),
     ],
 )
-def test_other_formats_alone_are_refused_with_the_way_to_convert(
-    tmp_path: Path, others: list[str], message: str
-) -> None:
+def test_other_formats_alone_are_refused_and_named(tmp_path: Path, others: list[str], message: str) -> None:
     for name in others:
         (tmp_path / name).write_bytes(b"")
 
     with pytest.raises(ModelError, match=message), open_weights(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_pytorchs_weights_are_to_be_converted_by_their_own_class_into_another_folder(tmp_path: Path, name: str) -> None:
+    write_json(tmp_path / "config.json", {"architectures": ["BertForSequenceClassification"]})
+    (tmp_path / name).write_bytes(b"")
+
+    with pytest.raises(ModelError) as refusal, open_weights(tmp_path):
+        pass
+
+    way = f'BertForSequenceClassification.from_pretrained("{tmp_path}").save_pretrained("{tmp_path}-safetensors")'
+    assert str(refusal.value).endswith(f"transformers.{way}")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("pytorch_model.bin", {"architectures": ["NewModel"], "auto_map": {"AutoModel": "modeling.NewModel"}}),
+        ("pytorch_model.bin", {"architectures": ["BertModel", "BertForMaskedLM"]}),
+        ("pytorch_model.bin", {"architectures": ["a b"]}),
+        ("pytorch_model.bin", {}),
+        ("training_args.bin", {"architectures": ["BertModel"]}),
+        ("model.onnx", {"architectures": ["BertModel"]}),
+    ],
+)
+def test_where_no_class_of_transformers_is_known_to_read_the_weights_no_way_is_given(
+    tmp_path: Path, name: str, fields: dict[str, object]
+) -> None:
+    write_json(tmp_path / "config.json", fields)
+    (tmp_path / name).write_bytes(b"")
+
+    with pytest.raises(ModelError, match=rf"\(found {name}\)\.$"), open_weights(tmp_path):
         pass
 
 

@@ -75,6 +75,7 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
         "NomicBertForPreTraining": "nomic_bert",  # what the model's own code calls the same
         "NewModel": "gte",
         "NewForMaskedLM": "gte",
+        "NewForTokenClassification": "gte",  # gte-multilingual-base; its classifier is not used
         "GteModel": "gte",  # transformers' name, and that of Snowflake's copy of the code
         "GteForMaskedLM": "gte",
         "ModernBertModel": "modernbert",
@@ -148,6 +149,7 @@ _REPLACED_CODE: Mapping[str, frozenset[str]] = MappingProxyType(
         "GteModel": frozenset({"GteConfig", "GteModel"}),  # Snowflake's copy of the code of NewModel
         "NewForMaskedLM": _NEW_CODE,
         "NewForSequenceClassification": _NEW_CODE,
+        "NewForTokenClassification": _NEW_CODE,
         "NewModel": _NEW_CODE,
         "NomicBertForPreTraining": _NOMIC_BERT_CODE,
         "NomicBertModel": _NOMIC_BERT_CODE,

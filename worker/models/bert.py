@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from worker.layers import ACTIVATIONS, Activation, Embedding, LayerNorm, Linear, is_fusible
+from worker.layers import Activation, Embedding, LayerNorm, Linear, is_fusible, tensors_of
+from worker.models.reading import read_activation, read_num_heads
 
 if TYPE_CHECKING:
     from worker.files import JsonFile
@@ -135,7 +136,7 @@ class BertEmbeddings(nn.Module):
             f"{prefix}.word_embeddings.weight": self.words.weight,
             **types,
             f"{prefix}.position_embeddings.weight": self.positions.weight,
-            **_norm_tensors(f"{prefix}.LayerNorm", self.norm),
+            **tensors_of(f"{prefix}.LayerNorm", self.norm),
         }
 
 
@@ -169,11 +170,11 @@ class BertLayer(nn.Module):
             tensors[f"{prefix}.attention.self.{name}.bias"] = bias
         return {
             **tensors,
-            **_linear_tensors(f"{prefix}.attention.output.dense", self.attention_output),
-            **_norm_tensors(f"{prefix}.attention.output.LayerNorm", self.attention_norm),
-            **_linear_tensors(f"{prefix}.intermediate.dense", self.up),
-            **_linear_tensors(f"{prefix}.output.dense", self.down),
-            **_norm_tensors(f"{prefix}.output.LayerNorm", self.output_norm),
+            **tensors_of(f"{prefix}.attention.output.dense", self.attention_output),
+            **tensors_of(f"{prefix}.attention.output.LayerNorm", self.attention_norm),
+            **tensors_of(f"{prefix}.intermediate.dense", self.up),
+            **tensors_of(f"{prefix}.output.dense", self.down),
+            **tensors_of(f"{prefix}.output.LayerNorm", self.output_norm),
         }
 
 
@@ -197,22 +198,6 @@ def check_encoder(config: JsonFile, model_types: tuple[str, ...]) -> None:
         config.refuse("pruned_heads", "pruned heads are not supported.")
 
 
-def read_activation(config: JsonFile, field: str) -> Activation:
-    """Raises ModelError: none is named, or one that `worker.layers` does not have."""
-    activation = config.text(field)
-    if activation is None or activation not in ACTIVATIONS:
-        config.refuse(field, f"{activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[activation]
-
-
-def read_num_heads(config: JsonFile, field: str, hidden_size_field: str) -> int:
-    """Raises ModelError: missing, or it does not divide the hidden size."""
-    num_heads, hidden_size = config.integer(field), config.integer(hidden_size_field)
-    if hidden_size % num_heads:
-        config.refuse(field, f"{num_heads} does not divide {hidden_size_field} {hidden_size}.")
-    return num_heads
-
-
 def bare_name(stored_name: str, prefix: str, unused: re.Pattern[str]) -> str | None:
     """What a bare encoder's checkpoint of today calls this tensor; None if it is not needed."""
     name = stored_name.removeprefix(prefix)
@@ -222,13 +207,3 @@ def bare_name(stored_name: str, prefix: str, unused: re.Pattern[str]) -> str | N
         if name.endswith(legacy):
             return name.removesuffix(legacy) + current
     return name
-
-
-def _linear_tensors(prefix: str, linear: Linear) -> dict[str, torch.Tensor]:
-    assert linear.bias is not None
-    return {f"{prefix}.weight": linear.weight, f"{prefix}.bias": linear.bias}
-
-
-def _norm_tensors(prefix: str, norm: LayerNorm) -> dict[str, torch.Tensor]:
-    assert norm.bias is not None
-    return {f"{prefix}.weight": norm.weight, f"{prefix}.bias": norm.bias}

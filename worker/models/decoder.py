@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from worker.layers import (
-    ACTIVATIONS,
     Activation,
     Embedding,
     GatedMlp,
@@ -27,7 +26,9 @@ from worker.layers import (
     RotaryQkv,
     RotaryTable,
     Rotation,
+    tensors_of,
 )
+from worker.models.reading import GLOBAL, LOCAL, read_activation, read_num_kv_heads
 from worker.rope import Rope
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 # The head of a language model, and the frequencies that older checkpoints hold: they are computed from config.json.
 _UNUSED = re.compile(r"lm_head\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = (GLOBAL, LOCAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,8 @@ class DecoderConfig:
         """
         if (model_type := config.text("model_type")) not in (None, *model_types):
             config.refuse("model_type", f"{model_type!r} is not this architecture's.")
-        activation = config.text("hidden_act")
-        if activation is None or activation not in ACTIVATIONS:
-            config.refuse("hidden_act", f"{activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
         hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-        num_kv_heads = config.integer("num_key_value_heads")
-        if num_heads % num_kv_heads:
-            config.refuse("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}.")
+        num_kv_heads = read_num_kv_heads(config, num_heads)
         head_dim = config.optional_integer("head_dim")
         if head_dim is None:
             if hidden_size % num_heads:
@@ -107,7 +103,7 @@ class DecoderConfig:
             head_dim=head_dim,
             hidden_size=hidden_size,
             intermediate_size=config.integer("intermediate_size"),
-            activation=ACTIVATIONS[activation],
+            activation=read_activation(config, "hidden_act"),
             epsilon=config.number("rms_norm_eps"),
             rope=Rope.parse(config, head_dim, config.integer("max_position_embeddings"), default_theta),
             causal=causal,
@@ -163,11 +159,11 @@ def qwen_windows(config: JsonFile, decoder: DecoderConfig) -> tuple[int | None, 
     if any(layer_type not in _LAYER_TYPES for layer_type in layer_types):
         config.refuse("layer_types", f"{' and '.join(_LAYER_TYPES)} are supported, not {layer_types!r}.")
     if size is None:
-        if "sliding_attention" in layer_types:
+        if LOCAL in layer_types:
             config.refuse("layer_types", "'sliding_attention' needs use_sliding_window, and a sliding_window.")
         return decoder.windows
     window = decoder.window(size)
-    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+    return tuple(window if layer_type == LOCAL else None for layer_type in layer_types)
 
 
 def _first_windowed_layer(config: JsonFile) -> int:
@@ -249,20 +245,19 @@ class DecoderLayer(nn.Module):
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
         qkv, mlp = self.qkv, self.mlp
-        tensors: dict[str, torch.Tensor | None] = {
-            "input_layernorm.weight": self.attention_norm.weight,
-            "self_attn.q_norm.weight": None if qkv.q_norm is None else qkv.q_norm.weight,
-            "self_attn.k_norm.weight": None if qkv.k_norm is None else qkv.k_norm.weight,
-            "post_attention_layernorm.weight": self.mlp_norm.weight,
+        tensors = {
+            **tensors_of(f"{prefix}.input_layernorm", self.attention_norm),
+            **tensors_of(f"{prefix}.self_attn.o_proj", self.attention_output),
+            **tensors_of(f"{prefix}.post_attention_layernorm", self.mlp_norm),
+            **tensors_of(f"{prefix}.mlp.down_proj", mlp.down),
         }
-        for kind in ("weight", "bias"):
-            merged, gate_up = getattr(qkv.projection, kind), getattr(mlp.gate_up, kind)
-            if merged is not None:
-                names = (f"self_attn.{part}_proj.{kind}" for part in "qkv")
-                tensors |= zip(names, qkv.parts(merged), strict=True)
-            if gate_up is not None:
-                names = (f"mlp.{part}_proj.{kind}" for part in ("gate", "up"))
-                tensors |= zip(names, gate_up.chunk(2), strict=True)
-            tensors[f"self_attn.o_proj.{kind}"] = getattr(self.attention_output, kind)
-            tensors[f"mlp.down_proj.{kind}"] = getattr(mlp.down, kind)
-        return {f"{prefix}.{name}": tensor for name, tensor in tensors.items() if tensor is not None}
+        for name, norm in (("q_norm", qkv.q_norm), ("k_norm", qkv.k_norm)):
+            if norm is not None:
+                tensors |= tensors_of(f"{prefix}.self_attn.{name}", norm)
+        for kind, merged in qkv.projection.named_parameters():
+            names = (f"{prefix}.self_attn.{part}_proj.{kind}" for part in "qkv")
+            tensors |= zip(names, qkv.parts(merged), strict=True)
+        for kind, merged in mlp.gate_up.named_parameters():
+            names = (f"{prefix}.mlp.{part}_proj.{kind}" for part in ("gate", "up"))
+            tensors |= zip(names, merged.chunk(2), strict=True)
+        return tensors

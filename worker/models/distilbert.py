@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from worker.models.bert import BertConfig, BertModel, bare_name, check_encoder, read_activation, read_num_heads
+from worker.models.bert import BertConfig, BertModel, bare_name, check_encoder
+from worker.models.reading import read_activation, read_num_heads
 
 if TYPE_CHECKING:
     import torch

@@ -24,9 +24,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from worker.layers import Activation, Embedding, GatedMlp, Linear, RMSNorm, RotaryQkv, RotaryTable, Rotation
-from worker.models.bert import read_activation
-from worker.models.modernbert import GLOBAL, LOCAL, read_layer_types, read_rope, rotations_at
+from worker.layers import (
+    Activation,
+    Embedding,
+    GatedMlp,
+    Linear,
+    RMSNorm,
+    RotaryQkv,
+    RotaryTable,
+    Rotation,
+    rotations_at,
+    tensors_of,
+)
+from worker.models.reading import GLOBAL, LOCAL, read_activation, read_layer_types, read_num_kv_heads, read_rope
 
 if TYPE_CHECKING:
     from worker.files import JsonFile
@@ -65,9 +75,7 @@ class Gemma3Config:
         if not config.flag("is_causal", default=True):
             config.refuse("is_causal", "use_bidirectional_attention says which tokens a Gemma 3 sees.")
         num_heads = config.integer("num_attention_heads")
-        num_kv_heads = config.integer("num_key_value_heads")
-        if num_heads % num_kv_heads:
-            config.refuse("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}.")
+        num_kv_heads = read_num_kv_heads(config, num_heads)
         head_dim = config.integer("head_dim")
         if head_dim % 2:
             config.refuse("head_dim", f"{head_dim} is odd: rotary positions turn pairs.")
@@ -177,29 +185,27 @@ class Gemma3Layer(nn.Module):
         return output
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        projection, output = self.qkv.projection, self.attention_output
+        projection = self.qkv.projection
         q_norm, k_norm = self.qkv.q_norm, self.qkv.k_norm
         assert q_norm is not None
         assert k_norm is not None
         gate, up = self.mlp.gate_up.weight.chunk(2)
         tensors = {
-            f"{prefix}.input_layernorm.weight": self.attention_norm.weight,
-            f"{prefix}.self_attn.q_norm.weight": q_norm.weight,
-            f"{prefix}.self_attn.k_norm.weight": k_norm.weight,
-            f"{prefix}.self_attn.o_proj.weight": output.weight,
-            f"{prefix}.post_attention_layernorm.weight": self.attended_norm.weight,
-            f"{prefix}.pre_feedforward_layernorm.weight": self.mlp_norm.weight,
+            **tensors_of(f"{prefix}.input_layernorm", self.attention_norm),
+            **tensors_of(f"{prefix}.self_attn.q_norm", q_norm),
+            **tensors_of(f"{prefix}.self_attn.k_norm", k_norm),
+            **tensors_of(f"{prefix}.self_attn.o_proj", self.attention_output),
+            **tensors_of(f"{prefix}.post_attention_layernorm", self.attended_norm),
+            **tensors_of(f"{prefix}.pre_feedforward_layernorm", self.mlp_norm),
             f"{prefix}.mlp.gate_proj.weight": gate,
             f"{prefix}.mlp.up_proj.weight": up,
-            f"{prefix}.mlp.down_proj.weight": self.mlp.down.weight,
-            f"{prefix}.post_feedforward_layernorm.weight": self.output_norm.weight,
+            **tensors_of(f"{prefix}.mlp.down_proj", self.mlp.down),
+            **tensors_of(f"{prefix}.post_feedforward_layernorm", self.output_norm),
         }
         for kind, merged in (("weight", projection.weight), ("bias", projection.bias)):
             if merged is not None:
                 for part, tensor in zip("qkv", self.qkv.parts(merged), strict=True):
                     tensors[f"{prefix}.self_attn.{part}_proj.{kind}"] = tensor
-        if output.bias is not None:
-            tensors[f"{prefix}.self_attn.o_proj.bias"] = output.bias
         return tensors
 
 

@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from worker.layers import Activation, Linear, is_fusible
-from worker.models.bert import read_activation, read_num_heads
-from worker.models.nomic_bert import (
-    NomicBertConfig,
-    NomicBertLayer,
-    NomicBertModel,
-    linear_tensors,
-    norm_tensors,
-    read_num_types,
-)
+from worker.layers import Activation, Linear, is_fusible, tensors_of
+from worker.models.nomic_bert import NomicBertConfig, NomicBertLayer, NomicBertModel, read_num_types
+from worker.models.reading import read_activation, read_num_heads
 from worker.rope import Rope
 
 if TYPE_CHECKING:
@@ -70,12 +63,12 @@ class GteModel(NomicBertModel):
             prefix, mlp = f"encoder.layer.{index}", layer.mlp
             assert isinstance(mlp, UpGateMlp)
             tensors |= {
-                **linear_tensors(f"{prefix}.attention.qkv_proj", layer.qkv.projection),
-                **linear_tensors(f"{prefix}.attention.o_proj", layer.attention_output),
-                **norm_tensors(f"{prefix}.attn_ln", layer.attention_norm),
-                **linear_tensors(f"{prefix}.mlp.up_gate_proj", mlp.up_gate),
-                **linear_tensors(f"{prefix}.mlp.down_proj", mlp.down),
-                **norm_tensors(f"{prefix}.mlp_ln", layer.output_norm),
+                **tensors_of(f"{prefix}.attention.qkv_proj", layer.qkv.projection),
+                **tensors_of(f"{prefix}.attention.o_proj", layer.attention_output),
+                **tensors_of(f"{prefix}.attn_ln", layer.attention_norm),
+                **tensors_of(f"{prefix}.mlp.up_gate_proj", mlp.up_gate),
+                **tensors_of(f"{prefix}.mlp.down_proj", mlp.down),
+                **tensors_of(f"{prefix}.mlp_ln", layer.output_norm),
             }
         return tensors
 

@@ -10,30 +10,38 @@ keys. A local layer turns by angles of its own base.
 config.json says which layers are local in one of two ways (`global_attn_every_n_layers`; since transformers 5
 `layer_types`), and by what they turn in one of two ways (`global_rope_theta` and `local_rope_theta`;
 `rope_parameters`). One of each has to be there: transformers' defaults are not assumed. Gemma 3 says it in the same
-ways under other names and reads it with the functions here.
+ways under other names; `worker.models.reading` reads both.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from worker.layers import Activation, Embedding, GatedMlp, LayerNorm, Linear, RotaryQkv, RotaryTable, Rotation
-from worker.models.bert import read_activation, read_num_heads
-from worker.rope import Rope
+from worker.layers import (
+    Activation,
+    Embedding,
+    GatedMlp,
+    LayerNorm,
+    Linear,
+    RotaryQkv,
+    RotaryTable,
+    Rotation,
+    rotations_at,
+    tensors_of,
+)
+from worker.models.reading import GLOBAL, LOCAL, read_activation, read_layer_types, read_num_heads, read_rope
 
 if TYPE_CHECKING:
     import torch
 
     from worker.files import JsonFile
     from worker.ragged import RaggedBatch
-
-# What config.json calls a layer whose tokens see their whole sequence, and one whose tokens see those near them.
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
+    from worker.rope import Rope
 
 # The head of pre-training: not part of an embedding.
 _UNUSED = re.compile(r"head\..*|decoder\..*")
@@ -127,11 +135,11 @@ class ModernBertModel(nn.Module):
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Names without `model.`, as a checkpoint of the bare encoder has them."""
         tensors: dict[str, torch.Tensor] = {"embeddings.tok_embeddings.weight": self.embeddings.weight}
-        tensors |= _tensors("embeddings.norm", self.embeddings_norm)
+        tensors |= tensors_of("embeddings.norm", self.embeddings_norm)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, ModernBertLayer)
             tensors |= layer.checkpoint_tensors(f"layers.{index}")
-        return tensors | _tensors("final_norm", self.norm)
+        return tensors | tensors_of("final_norm", self.norm)
 
     def canonical_name(self, stored_name: str) -> str | None:
         return None if _UNUSED.fullmatch(stored_name) else stored_name.removeprefix("model.")
@@ -160,79 +168,15 @@ class ModernBertLayer(nn.Module):
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
         return {
-            **({} if self.attention_norm is None else _tensors(f"{prefix}.attn_norm", self.attention_norm)),
-            **_tensors(f"{prefix}.attn.Wqkv", self.qkv.projection),
-            **_tensors(f"{prefix}.attn.Wo", self.attention_output),
-            **_tensors(f"{prefix}.mlp_norm", self.mlp_norm),
-            **_tensors(f"{prefix}.mlp.Wi", self.mlp.gate_up),
-            **_tensors(f"{prefix}.mlp.Wo", self.mlp.down),
+            **({} if self.attention_norm is None else tensors_of(f"{prefix}.attn_norm", self.attention_norm)),
+            **tensors_of(f"{prefix}.attn.Wqkv", self.qkv.projection),
+            **tensors_of(f"{prefix}.attn.Wo", self.attention_output),
+            **tensors_of(f"{prefix}.mlp_norm", self.mlp_norm),
+            **tensors_of(f"{prefix}.mlp.Wi", self.mlp.gate_up),
+            **tensors_of(f"{prefix}.mlp.Wo", self.mlp.down),
         }
 
 
 def build(architecture: str, config: JsonFile) -> ModernBertModel:
     """Raises ModelError: the configuration asks for what this file does not implement."""
     return ModernBertModel(ModernBertConfig.parse(config))
-
-
-def rotations_at(rotary: nn.ModuleDict, batch: RaggedBatch) -> dict[str, Rotation]:
-    """By how much each token of a batch turns, for each type of layer."""
-    rotations = {}
-    for layer_type, table in rotary.items():
-        assert isinstance(table, RotaryTable)
-        rotations[layer_type] = table.at(batch)
-    return rotations
-
-
-def read_layer_types(config: JsonFile, every_field: str, is_global: Callable[[int, int], bool]) -> tuple[str, ...]:
-    """The type of each layer: from `layer_types`, or where that is missing from how often a global one comes.
-
-    Args:
-        every_field: the field that says it; `is_global(index, every)` is what it means.
-
-    Raises:
-        ModelError: neither is there, or a type is unknown, or there are not as many types as layers.
-    """
-    num_layers = config.integer("num_hidden_layers")
-    layer_types = config.values.get("layer_types")
-    if layer_types is None:
-        if config.values.get(every_field) is None:
-            config.refuse(every_field, "missing, and there is no layer_types either.")
-        every = config.integer(every_field)
-        return tuple(GLOBAL if is_global(index, every) else LOCAL for index in range(num_layers))
-    known = (GLOBAL, LOCAL)
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):
-        config.refuse(
-            "layer_types", f"{num_layers} of {' or '.join(map(repr, known))} are needed, not {layer_types!r}."
-        )
-    return tuple(layer_types)
-
-
-def read_rope(
-    config: JsonFile, layer_type: str, theta_field: str, dim: int, num_positions: int, *, scaled: bool = True
-) -> Rope:
-    """The rotary positions of layers of one type: from `rope_parameters`, where each type has its own, or from
-    `theta_field`; both if they agree. `scaled` says whether `rope_scaling` is meant for this type, too.
-
-    Raises:
-        ModelError: the base is missing, something contradicts, or the scaling is one that is not implemented.
-    """
-    parameters = config.values.get("rope_parameters") or {}
-    if not isinstance(parameters, dict) or not {GLOBAL, LOCAL}.issuperset(parameters):
-        config.refuse("rope_parameters", f"a map of {GLOBAL!r} and {LOCAL!r} is needed, not {parameters!r}.")
-    own = parameters.get(layer_type)
-    if not isinstance(own, dict | None):
-        config.refuse("rope_parameters", f"{layer_type}: a map is needed, not {own!r}.")
-    theta = None if config.values.get(theta_field) is None else config.positive_number(theta_field)
-    own_theta = None if own is None else own.get("rope_theta")
-    if theta is None and own_theta is None:
-        config.refuse(theta_field, f"missing, and rope_parameters has no rope_theta of {layer_type} either.")
-    if theta is not None and own_theta not in (None, theta):
-        config.refuse(f"{theta_field}, rope_parameters", f"{layer_type}: they disagree: {theta!r}, {own_theta!r}.")
-    scaling = config.values.get("rope_scaling") if scaled else None
-    own_fields = {"rope_theta": theta, "rope_parameters": own, "rope_scaling": scaling}
-    return Rope.parse(replace(config, values=config.values | own_fields), dim, num_positions)
-
-
-def _tensors(prefix: str, module: Linear | LayerNorm) -> dict[str, torch.Tensor]:
-    bias = {} if module.bias is None else {f"{prefix}.bias": module.bias}
-    return {f"{prefix}.weight": module.weight, **bias}

@@ -21,15 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from worker.layers import Embedding
-from worker.models.bert import (
-    BertConfig,
-    BertLayer,
-    BertModel,
-    bare_name,
-    check_encoder,
-    read_activation,
-    read_num_heads,
-)
+from worker.models.bert import BertConfig, BertLayer, BertModel, bare_name, check_encoder
+from worker.models.reading import read_activation, read_num_heads
 
 if TYPE_CHECKING:
     from worker.files import JsonFile

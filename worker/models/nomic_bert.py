@@ -37,8 +37,9 @@ from worker.layers import (
     RotaryQkv,
     RotaryTable,
     Rotation,
+    tensors_of,
 )
-from worker.models.bert import read_activation
+from worker.models.reading import read_activation
 from worker.rope import Rope
 
 if TYPE_CHECKING:
@@ -159,13 +160,13 @@ class NomicBertModel(nn.Module):
             assert isinstance(mlp, GatedMlp)
             gate, up = mlp.gate_up.weight.chunk(2)
             tensors |= {
-                **linear_tensors(f"{prefix}.attn.Wqkv", layer.qkv.projection),
-                **linear_tensors(f"{prefix}.attn.out_proj", layer.attention_output),
-                **norm_tensors(f"{prefix}.norm1", layer.attention_norm),
+                **tensors_of(f"{prefix}.attn.Wqkv", layer.qkv.projection),
+                **tensors_of(f"{prefix}.attn.out_proj", layer.attention_output),
+                **tensors_of(f"{prefix}.norm1", layer.attention_norm),
                 f"{prefix}.mlp.fc11.weight": up,
                 f"{prefix}.mlp.fc12.weight": gate,
-                **linear_tensors(f"{prefix}.mlp.fc2", mlp.down),
-                **norm_tensors(f"{prefix}.norm2", layer.output_norm),
+                **tensors_of(f"{prefix}.mlp.fc2", mlp.down),
+                **tensors_of(f"{prefix}.norm2", layer.output_norm),
             }
             if mlp.gate_up.bias is not None:
                 gate, up = mlp.gate_up.bias.chunk(2)
@@ -201,7 +202,7 @@ class NomicBertEmbeddings(nn.Module):
     def checkpoint_tensors(self, norm: str) -> dict[str, torch.Tensor]:
         """`norm` is what the checkpoint calls the norm."""
         types = {} if self.types is None else {"embeddings.token_type_embeddings.weight": self.types.weight}
-        return {"embeddings.word_embeddings.weight": self.words.weight, **types, **norm_tensors(norm, self.norm)}
+        return {"embeddings.word_embeddings.weight": self.words.weight, **types, **tensors_of(norm, self.norm)}
 
 
 class NomicBertLayer(nn.Module):
@@ -233,16 +234,6 @@ def read_num_types(config: JsonFile) -> int:
     if type(num_types) is not int or num_types < 0:
         config.refuse("type_vocab_size", f"a whole number from 0 on is needed, not {num_types!r}.")
     return num_types
-
-
-def linear_tensors(prefix: str, linear: Linear) -> dict[str, torch.Tensor]:
-    bias = {} if linear.bias is None else {f"{prefix}.bias": linear.bias}
-    return {f"{prefix}.weight": linear.weight, **bias}
-
-
-def norm_tensors(prefix: str, norm: LayerNorm) -> dict[str, torch.Tensor]:
-    assert norm.bias is not None
-    return {f"{prefix}.weight": norm.weight, f"{prefix}.bias": norm.bias}
 
 
 def _check_supported(config: JsonFile, *, has_own_fields: bool) -> None:
