@@ -19,10 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from common.errors import InvalidRequest
-from common.protocol import ModelFacts
+from common.protocol import ModelFacts, Spans
 from common.tokenization import (
     MAX_CHARS_PER_TOKEN,
     TextReader,
@@ -41,7 +40,7 @@ class Chunks:
     """A document as one sequence."""
 
     ids: TokenIds  # [tokens], separators and special tokens included
-    spans: npt.NDArray[np.int32]  # [chunks, 2] where each chunk's tokens start and stop
+    spans: Spans  # [chunks, 2] where each chunk's tokens start and stop
 
 
 class ChunkTokenizer:
@@ -63,6 +62,7 @@ class ChunkTokenizer:
         self._max_tokens = facts.max_tokens
         self._before, self._after = self._reader.frame(1).parts
         self._separator = np.array([facts.separator_id], dtype=np.int32)
+        self._reader.check_own_tokens(self._separator)
         if facts.separator_id in self._reader.ids(separator):
             raise ValueError(f"tokenizer.json: text that spells {separator} cannot be told from that token")
         for probe in _PROBES:
@@ -75,8 +75,8 @@ class ChunkTokenizer:
         """A document's sequence; `name` is how errors name the document, and its chunks by their place in it.
 
         Raises:
-            InvalidRequest: empty_input, naming the chunk; context_length_exceeded or input_too_long, naming the
-                document.
+            InvalidRequest: empty_input or invalid_token_id, naming the chunk; context_length_exceeded or
+                input_too_long, naming the document.
             InternalError: the tokenizer itself failed.
         """
         num_chars, limit_chars = sum(map(len, chunks)), MAX_CHARS_PER_TOKEN * self._max_tokens
@@ -84,13 +84,14 @@ class ChunkTokenizer:
             raise input_too_long(name, num_chars, limit_chars, can_cut=False)
         parts, spans, stop = [], np.zeros((len(chunks), 2), dtype=np.int32), 0
         for index, encoding in enumerate(self._reader.encode(chunks, special_tokens=False)):
+            place = f"{name}[{index}]"
             if not encoding.ids:
-                place = f"{name}[{index}]"
                 raise InvalidRequest(
                     f"{place} holds nothing that this model's tokenizer makes a token of.",
                     param=place,
                     code="empty_input",
                 )
+            self._reader.check_vocabulary(encoding.ids, place)
             before = self._before if index == 0 else self._separator
             parts += [before, np.array(encoding.ids, dtype=np.int32)]
             start = stop + len(before)

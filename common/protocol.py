@@ -56,6 +56,12 @@ Int32Matrix: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 2)]
 FlagVector: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 1)]
 ByteMatrix: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 2)]
 
+# Of one sequence: [spans, 2] where each starts and stops within it.
+Spans: TypeAlias = npt.NDArray[np.int32]
+
+# `ModelFacts.pair_template` of a model whose pairs are as its own tokenizer writes them.
+OWN_PAIRS = "pair"
+
 # How a row is written: little-endian float32; int8; one bit a dimension, the first in the lowest bit of the first byte;
 # or, sparse, an int32 count, that many int32 columns, ascending, and that many float32 values, all little-endian.
 # In a Batch it is the number, and of the dense ones the smallest number has the widest rows. A sparse row is as wide as
@@ -101,7 +107,7 @@ class ModelFacts:
     default_prompt_name: str | None
     num_labels: int  # of a score; 0 where it does not score
     score_activation: str  # identity or sigmoid; empty where it does not score
-    pair_template: str  # pair: the tokenizer's own; a built-in template's name; empty where it takes no pairs
+    pair_template: str  # OWN_PAIRS; a built-in template's name; empty where it takes no pairs
     instruction: str | None  # what a template says where the client says nothing
     separator_id: int | None  # the token between the chunks of a document that is embedded as one sequence
     include_prompt: bool  # whether a prompt's tokens are pooled like any others
@@ -462,7 +468,8 @@ def _array(name: str, dtype: np.dtype[Any], ndim: int, shape: object, frame: Fra
         raise ProtocolError(f"{name} needs {ndim} axes")
     size = dtype.itemsize
     for extent in shape:
-        if type(extent) is not int or extent < 0:
+        # An upper bound, too: next to an axis of none any extent gives the right size, and numpy fails on a huge one.
+        if type(extent) is not int or not 0 <= extent <= MAX_FRAME_BYTES:
             raise ProtocolError(f"{name} has an axis that is not a count")
         size *= extent
     if size != len(frame):

@@ -99,7 +99,12 @@ class TextReader:
             own = self._tokenizer.normalizer
             self._tokenizer.normalizer = Sequence([Lowercase(), own]) if own is not None else Lowercase()
         self._max_tokens = facts.max_tokens
+        self._vocab_size = facts.vocab_size
         added = self._tokenizer.get_added_tokens_decoder()
+        # EmbeddingGemma's file has a token for images, which its table has no row for. Where a file has no such token,
+        # texts are not searched for any. By the number of tokens: to list them all holds the interpreter's lock for
+        # 0.2 s; that a file's own ids beside the added ones have no gaps beyond the table, a worker has checked.
+        self._exceeds_vocabulary = max(self._tokenizer.get_vocab_size() - 1, *added, -1) >= facts.vocab_size
         self.added_tokens = {token.content: number for number, token in added.items()}
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
 
@@ -146,6 +151,35 @@ class TextReader:
         """From how many characters on a text is over-long: refused unread, or read in part where it may be cut."""
         return (_FIRST_CHARS_PER_TOKEN if truncation.allowed else MAX_CHARS_PER_TOKEN) * self._max_tokens
 
+    def check_vocabulary(self, ids: TokenIds | list[int], name: str) -> None:
+        """Pass where the model has a vector for each of these tokens of the text that errors call `name`.
+
+        Raises:
+            InvalidRequest: invalid_token_id.
+        """
+        token = self._beyond_vocabulary(ids)
+        if token is not None:
+            raise InvalidRequest(
+                f"{name} holds the token {self._tokenizer.id_to_token(token)}, which this model has no vector for.",
+                param=name,
+                code="invalid_token_id",
+            )
+
+    def check_own_tokens(self, ids: TokenIds | list[int]) -> None:
+        """Raise ValueError where the model has no vector for one of these tokens, which stand around every text."""
+        token = self._beyond_vocabulary(ids)
+        if token is not None:
+            raise ValueError(
+                f"tokenizer.json: it puts the token {token} around texts, and the model's vocabulary has "
+                f"{self._vocab_size}"
+            )
+
+    def _beyond_vocabulary(self, ids: TokenIds | list[int]) -> int | None:
+        if not self._exceeds_vocabulary or len(ids) == 0:
+            return None
+        largest = int(np.max(ids))
+        return largest if largest >= self._vocab_size else None
+
     def ids(self, text: str) -> TokenIds:
         """A whole text's own tokens."""
         return np.array(self.encode([text], special_tokens=False)[0].ids, dtype=np.int32)
@@ -154,7 +188,8 @@ class TextReader:
         """Where special tokens stand around a text or a pair, as a probe shows; they never depend on the text.
 
         Raises:
-            ValueError: the texts do not follow each other, each once, or the tokenizer makes no token of any probe.
+            ValueError: the texts do not follow each other, each once, or the tokenizer makes no token of any probe, or
+                the model has no vector for a special token.
         """
         encoding = self._probe(num_texts)
         ids, type_ids, origins = encoding.ids, encoding.type_ids, encoding.sequence_ids
@@ -168,6 +203,7 @@ class TextReader:
             types += [type_ids[stop:start], type_ids[start : start + 1]]
             stop = start + num_tokens
         parts.append(ids[stop:])
+        self.check_own_tokens([token for part in parts for token in part])
         types.append(type_ids[stop:])
         return Frame(
             tuple(np.array(part, dtype=np.int32) for part in parts),
@@ -191,8 +227,8 @@ class TextReader:
 
         The part is cut at white space, where every pre-tokenizer in use splits, so that its words are the text's
         words; more of the text is taken while the part holds too few tokens. A long run without white space is cut
-        anywhere: what that changes lies beside the cut, in the margin, but for a run that repeats itself, whose tokens may
-        then begin elsewhere.
+        anywhere: what that changes lies beside the cut, in the margin, but for a run that repeats itself, whose tokens
+        may then begin elsewhere.
         """
         num_chars = _FIRST_CHARS_PER_TOKEN * self._max_tokens
         while True:
@@ -217,6 +253,7 @@ class Tokenizer:
         self._num_special = self.reader.num_special_tokens
         if self._num_special >= self._max_tokens:
             raise ValueError(f"the model takes {self._max_tokens} tokens; special tokens alone fill that")
+        self.reader.check_own_tokens(self.reader.encode([""])[0].ids)
 
     def encode(self, texts: list[str], truncation: TruncationRule, *, first_index: int | None = 0) -> list[TokenIds]:
         """Token ids of each text, special tokens included, each at least one and at most the model's maximum.
@@ -224,7 +261,7 @@ class Tokenizer:
         `first_index` is where `texts` begin in the client's list, for the error's text; None for a lone text.
 
         Raises:
-            InvalidRequest: empty_input, context_length_exceeded or input_too_long, naming the text.
+            InvalidRequest: empty_input, context_length_exceeded, input_too_long or invalid_token_id, naming the text.
             InternalError: the tokenizer itself failed.
         """
         room = self._max_tokens - self._num_special
@@ -252,6 +289,7 @@ class Tokenizer:
                     code="empty_input",
                 )
             assert len(ids) <= self._max_tokens, "truncation left too many tokens: this is a bug"
+            self.reader.check_vocabulary(ids, _input_name(first_index, offset))
             rows.append(np.array(ids, dtype=np.int32))
         return rows
 

@@ -1,4 +1,4 @@
-"""What is true of every answer: the error body, the headers that tell whether to try again, ids and timings."""
+"""What is true of every answer: the error body, the headers that tell whether to try again, usage, ids and timings."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def error_headers(error: ServiceError) -> dict[str, str]:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return headers
+
+
+def render_usage(num_tokens: int) -> bytes:
+    """The member of an answer's object that says how many tokens were run."""
+    return b'"usage":{"prompt_tokens":%d,"total_tokens":%d}' % (num_tokens, num_tokens)
 
 
 def new_request_id() -> str:

@@ -40,7 +40,7 @@ from common.errors import (
     TooLarge,
 )
 from common.metrics import Metrics
-from common.protocol import ModelFacts
+from common.protocol import ModelFacts, Spans
 from common.tokenization import TokenIds
 from common.transport import now_ns
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
@@ -296,7 +296,7 @@ class Gateway:
 
     async def _sequences(
         self, model: Model, asked: openai.EmbeddingRequest
-    ) -> tuple[list[TokenIds], list[TokenIds] | None]:
+    ) -> tuple[list[TokenIds], list[Spans] | None]:
         """The sequences of a request, and the span of each that is pooled where that is not the whole."""
         max_tokens = self._config.max_request_tokens
         if not asked.texts:
@@ -415,7 +415,7 @@ class Gateway:
         sequences: list[TokenIds],
         *,
         type_starts: list[int] | None = None,
-        spans: list[TokenIds] | None = None,
+        spans: list[Spans] | None = None,
     ) -> Embedded:
         call.fingerprint = model.facts.fingerprint
         embedded = await self._client.submit(

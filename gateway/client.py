@@ -46,6 +46,7 @@ from common.protocol import (
     Refuse,
     Reply,
     Request,
+    Spans,
     Welcome,
     cu_seqlens,
     max_rows,
@@ -138,7 +139,7 @@ class OpenRequest:
         options: Options,
         *,
         type_starts: Sequence[int] | npt.NDArray[np.int32] | None = None,
-        spans: Sequence[npt.NDArray[np.int32]] | None = None,
+        spans: Sequence[Spans] | None = None,
     ) -> OpenRequest:
         """A request for these sequences of token ids, on the running event loop; see `SchedulerClient.submit`."""
         lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
@@ -470,7 +471,7 @@ class SchedulerClient:
         options: Options,
         *,
         type_starts: Sequence[int] | npt.NDArray[np.int32] | None = None,
-        spans: Sequence[npt.NDArray[np.int32]] | None = None,
+        spans: Sequence[Spans] | None = None,
     ) -> Embedded:
         """The vectors of sequences of token ids, in their order, as `options` asks for them.
 

@@ -6,8 +6,8 @@ request against 190 when all ran on one core (2026-11-29). So short requests tha
 together, in one call: while one batch of them runs the next one gathers, without a timer. Rejected: an executor with a
 job a request; the event loop itself, which a single text of 8,192 characters would stop for milliseconds.
 
-A long list is tokenized chunk by chunk, each chunk queued behind whatever came in the meantime, so that a request of
-2,048 texts, or a query with 1,000 documents, delays a short one by a chunk and not by all of them. What waits is
+A long list is tokenized part by part, each part queued behind whatever came in the meantime, so that a request of
+2,048 texts, or a query with 1,000 documents, delays a short one by a part and not by all of them. What waits is
 bounded by the requests that the gateway holds at once.
 """
 
@@ -28,14 +28,14 @@ import numpy as np
 from common.chunks import Chunks, ChunkTokenizer
 from common.errors import InternalError, InvalidRequest, Unavailable
 from common.pairs import Pair, PairNames, PairTokenizer, pair_tokenizer
-from common.protocol import ModelFacts
+from common.protocol import ModelFacts, Spans
 from common.tokenization import TokenIds, Tokenizer, TruncationRule
 from common.transport import now_ns
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_INPUTS = 64
-_CHUNK_SIZE = 65_536  # characters, or token ids
+_PART_INPUTS = 64
+_PART_SIZE = 65_536  # characters, or token ids
 
 # A request up to this size is tokenized together with others.
 _SHORT_INPUTS = 4
@@ -267,19 +267,19 @@ class Encoder:
             _check_num_tokens(len(sequences), sum(map(len, sequences)), max_tokens)
             return sequences
 
-        def encode_chunk(start: int, stop: int) -> list[TokenIds]:
-            chunk = texts[start:stop]
+        def encode_part(start: int, stop: int) -> list[TokenIds]:
+            part = texts[start:stop]
             if prompt:
-                chunk = [prompt + text for text in chunk]
-            return model.tokenizer.encode(chunk, truncation, first_index=None if lone else start)
+                part = [prompt + text for text in part]
+            return model.tokenizer.encode(part, truncation, first_index=None if lone else start)
 
-        return await self._in_chunks(encode_chunk, [len(prompt) + len(text) for text in texts], len, max_tokens)
+        return await self._in_parts(encode_part, [len(prompt) + len(text) for text in texts], len, max_tokens)
 
     async def spans_after(
         self, model: Model, prompt: str, sequences: list[TokenIds], *, lone: bool
-    ) -> list[TokenIds] | None:
-        """Where the tokens behind the prompt are in each of these texts, int32 [1, 2]: start and stop; None for a model
-        that pools its prompts like any other text.
+    ) -> list[Spans] | None:
+        """Where the tokens behind the prompt are in each of these texts, one span each; None for a model that pools its
+        prompts like any other text.
 
         Raises:
             InvalidRequest: a text has nothing behind the prompt.
@@ -317,13 +317,13 @@ class Encoder:
             # Before anything looks at each of them: a body may hold millions.
             _check_num_tokens(len(token_ids), sum(map(len, token_ids)), max_tokens)
 
-        def check_chunk(start: int, stop: int) -> list[TokenIds]:
+        def check_part(start: int, stop: int) -> list[TokenIds]:
             return [
                 model.tokenizer.check_ids(token_ids[index], truncation, None if lone else index)
                 for index in range(start, stop)
             ]
 
-        return await self._in_chunks(check_chunk, list(map(len, token_ids)), len, max_tokens)
+        return await self._in_parts(check_part, list(map(len, token_ids)), len, max_tokens)
 
     async def encode_pairs(
         self,
@@ -348,10 +348,10 @@ class Encoder:
         )
         encoded = EncodedPairs()
 
-        def encode_chunk(start: int, stop: int) -> list[Pair]:
+        def encode_part(start: int, stop: int) -> list[Pair]:
             if len(queries) == 1:
-                of_chunk = replace(names, first_index=None if names.first_index is None else names.first_index + start)
-                pairs = encode(queries[0], documents[start:stop], names=of_chunk)
+                of_part = replace(names, first_index=None if names.first_index is None else names.first_index + start)
+                pairs = encode(queries[0], documents[start:stop], names=of_part)
             else:
                 pairs = []
                 for index in range(start, stop):
@@ -364,7 +364,13 @@ class Encoder:
         sizes = list(map(len, documents))
         if len(queries) > 1:
             sizes = [size + len(query) for size, query in zip(sizes, queries, strict=True)]
-        await self._in_chunks(encode_chunk, sizes, lambda pair: len(pair.ids), max_tokens, name=names.documents)
+        elif tokenizer.rereads_query:
+            sizes = [size + len(queries[0]) for size in sizes]
+        if tokenizer.rereads_query and instruction is not None:
+            sizes = [size + len(instruction) for size in sizes]
+        await self._in_parts(
+            encode_part, sizes, lambda pair: len(pair.ids), max_tokens, name=names.documents, noun="pairs"
+        )
         return encoded
 
     async def encode_documents(
@@ -377,29 +383,35 @@ class Encoder:
             InternalError: the tokenizer failed.
         """
 
-        def encode_chunk(start: int, stop: int) -> list[Chunks]:
+        def encode_part(start: int, stop: int) -> list[Chunks]:
             return [tokenizer.encode(documents[index], f"input[{index}]") for index in range(start, stop)]
 
         sizes = [sum(map(len, chunks)) for chunks in documents]
-        return await self._in_chunks(encode_chunk, sizes, lambda document: len(document.ids), max_tokens)
+        return await self._in_parts(
+            encode_part, sizes, lambda document: len(document.ids), max_tokens, noun="documents"
+        )
 
-    async def _in_chunks(
+    async def _in_parts(
         self,
-        encode_chunk: Callable[[int, int], list[T]],
+        encode_part: Callable[[int, int], list[T]],
         sizes: list[int],
         num_tokens_of: Callable[[T], int],
         max_tokens: int,
         *,
         name: str = "input",
+        noun: str = "inputs",
     ) -> list[T]:
-        """What `encode_chunk` makes of half-open ranges of inputs of these sizes, one range after the other."""
+        """What `encode_part` makes of half-open ranges of inputs of these sizes, one range after the other.
+
+        `name` and `noun` are how an error calls the list, and what is in it.
+        """
         encoded: list[T] = []
         num_tokens = 0
-        for start, stop in _chunks(sizes):
-            chunk = await self._threads.run(partial(encode_chunk, start, stop))
-            encoded += chunk
-            num_tokens += sum(map(num_tokens_of, chunk))
-            _check_num_tokens(len(encoded), num_tokens, max_tokens, name)
+        for start, stop in _parts(sizes):
+            part = await self._threads.run(partial(encode_part, start, stop))
+            encoded += part
+            num_tokens += sum(map(num_tokens_of, part))
+            _check_num_tokens(len(encoded), num_tokens, max_tokens, name, noun)
         return encoded
 
     def _run_short(self) -> None:
@@ -419,8 +431,8 @@ class Encoder:
             if batch and (
                 request.model is not batch[0].model
                 or request.truncation != batch[0].truncation
-                or num_inputs + len(request.texts) > _CHUNK_INPUTS
-                or num_chars + request.num_chars > _CHUNK_SIZE
+                or num_inputs + len(request.texts) > _PART_INPUTS
+                or num_chars + request.num_chars > _PART_SIZE
             ):
                 break
             self._short.popleft()
@@ -476,11 +488,13 @@ def _encode_alone(request: _ShortRequest) -> list[TokenIds] | BaseException:
         return error
 
 
-def _check_num_tokens(num_inputs: int, num_tokens: int, max_tokens: int, name: str = "input") -> None:
+def _check_num_tokens(
+    num_inputs: int, num_tokens: int, max_tokens: int, name: str = "input", noun: str = "inputs"
+) -> None:
     if num_tokens > max_tokens:
         raise InvalidRequest(
             f"{name} has more than {max_tokens} tokens in all, {num_tokens} of them in its first {num_inputs} "
-            f"{'inputs' if name == 'input' else 'pairs'}. Send several requests.",
+            f"{noun}. Send several requests.",
             param=name,
             code="too_many_tokens",
         )
@@ -504,11 +518,11 @@ def _tokenized_by(facts: ModelFacts) -> tuple[object, ...]:
     )
 
 
-def _chunks(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of inputs of these sizes, each of at least one input and at most a chunk's worth."""
+def _parts(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of inputs of these sizes, each of at least one input and at most a part's worth."""
     start, total = 0, 0
     for index, size in enumerate(sizes):
-        if index > start and (index - start >= _CHUNK_INPUTS or total + size > _CHUNK_SIZE):
+        if index > start and (index - start >= _PART_INPUTS or total + size > _PART_SIZE):
             yield start, index
             start, total = index, 0
         total += size

@@ -24,6 +24,9 @@ _BEYOND_INTEGERS = 2.0**63
 _MAX_NAME_CHARS = 64
 _MAX_USER_CHARS = 256
 
+# What clients send along on every route, and what is accepted unread: none of it can change an answer.
+IGNORED = frozenset({"metadata", "priority", "request_id", "timeout"})
+
 _LANES = ("online", "backfill")
 
 # What a model that lacks a task does not do.
@@ -100,8 +103,8 @@ def optional_integer(fields: Fields, name: str, minimum: int, maximum: int) -> i
     return value  # type: ignore[return-value]  # an int by now
 
 
-def check_texts(texts: list[object], name: str) -> list[str]:
-    """The list, every member of it a string that is not empty.
+def check_texts(texts: list[object], name: str, purpose: str = "embed") -> list[str]:
+    """The list, every member of it a string that is not empty; `purpose` is what an empty one is no use for.
 
     Raises:
         InvalidRequest: invalid_type or empty_input, naming the first bad one.
@@ -112,7 +115,7 @@ def check_texts(texts: list[object], name: str) -> list[str]:
         if type(text) is not str:
             raise wrong_type(f"{name}[{index}]", "a string")
         if not text:
-            raise empty_input(f"{name}[{index}]")
+            raise empty_input(f"{name}[{index}]", purpose)
     raise AssertionError("no text is wrong: this is a bug")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 
 from common.protocol import ModelFacts, cu_seqlens
+from gateway.answers import render_usage
 from gateway.client import Rows
 from gateway.formats import (
     ENCODINGS,
@@ -24,6 +25,7 @@ from gateway.formats import (
     parse_normalize,
 )
 from gateway.schema import (
+    IGNORED,
     Fields,
     check_model,
     check_names,
@@ -45,13 +47,20 @@ PATH = "/v1/contextualizedembeddings"
 
 # Of one request, as Perplexity's own server has them.
 MAX_TOKENS = 120_000
-_MAX_DOCUMENTS = 512
-_MAX_CHUNKS = 16_000
+MAX_DOCUMENTS = 512
+MAX_CHUNKS = 16_000
 
-_KNOWN = frozenset(
-    {"input", "model", "encoding_format", "dimensions", "normalize", "truncate", "user", "lane", "stream"}
-    | {"metadata", "priority", "request_id", "timeout"}
-)
+_KNOWN = IGNORED | {
+    "input",
+    "model",
+    "encoding_format",
+    "dimensions",
+    "normalize",
+    "truncate",
+    "user",
+    "lane",
+    "stream",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,7 @@ def render(rows: Rows, asked: ContextualRequest, model: str, num_tokens: int) ->
             pieces += (b'{"object":"embedding","index":%d,"embedding":' % chunk, next(written), b"},")
         pieces[-1] = b"}]},"
     pieces[-1] = b"}]}"
-    pieces.append(b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
+    pieces += (b"],", render_usage(num_tokens), b"}")
     return b"".join(pieces)
 
 
@@ -124,8 +133,8 @@ def _parse_input(fields: Fields) -> list[list[str]]:
         raise wrong_type("input", "a list of documents, each a list of chunks")
     if not value:
         raise empty_input("input")
-    if len(value) > _MAX_DOCUMENTS:
-        raise too_many_inputs("input", len(value), _MAX_DOCUMENTS, "documents")
+    if len(value) > MAX_DOCUMENTS:
+        raise too_many_inputs("input", len(value), MAX_DOCUMENTS, "documents")
     documents = []
     num_chunks = 0
     for index, chunks in enumerate(value):
@@ -135,8 +144,8 @@ def _parse_input(fields: Fields) -> list[list[str]]:
         if not chunks:
             raise empty_input(name)
         num_chunks += len(chunks)
-        if num_chunks <= _MAX_CHUNKS:
+        if num_chunks <= MAX_CHUNKS:
             documents.append(check_texts(chunks, name))
-    if num_chunks > _MAX_CHUNKS:
-        raise too_many_inputs("input", num_chunks, _MAX_CHUNKS, "chunks")
+    if num_chunks > MAX_CHUNKS:
+        raise too_many_inputs("input", num_chunks, MAX_CHUNKS, "chunks")
     return documents

@@ -1,8 +1,8 @@
 """`POST /v1/embeddings` as OpenAI's clients speak it: body → request, vectors → body. No sockets.
 
-Fields that mean something are checked; those in `_IGNORED` are sent by OpenAI, LangChain, LlamaIndex, LiteLLM or
-vLLM clients, cannot change a vector, and are accepted unread. Anything else is refused: it may be a misspelt field,
-and a vector made without it would be wrong.
+Fields that mean something are checked; those in `IGNORED` and `_IGNORED` are sent by OpenAI, LangChain, LlamaIndex,
+LiteLLM or vLLM clients, cannot change a vector, and are accepted unread. Anything else is refused: it may be a misspelt
+field, and a vector made without it would be wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import orjson
 from common.errors import InvalidRequest
 from common.protocol import ModelFacts
 from common.tokenization import TruncationRule
+from gateway.answers import render_usage
 from gateway.client import Rows
 from gateway.formats import (
     ENCODINGS,
@@ -26,6 +27,7 @@ from gateway.formats import (
     raw_rows,
 )
 from gateway.schema import (
+    IGNORED,
     Fields,
     check_model,
     check_names,
@@ -61,10 +63,8 @@ _FIELDS = frozenset(
         "stream",
     }
 )
-_IGNORED = frozenset(
-    {"metadata", "priority", "request_id", "safety_identifier", "service_tier", "store", "stream_options", "timeout"}
-)
-_KNOWN = _FIELDS | _IGNORED
+_IGNORED = frozenset({"safety_identifier", "service_tier", "store", "stream_options"})
+_KNOWN = _FIELDS | IGNORED | _IGNORED
 
 _DIRECTIONS = ("left", "right")
 
@@ -137,7 +137,7 @@ def render(rows: Rows, encoding_format: EncodingFormat, model: str, num_tokens: 
     for index, row in enumerate(json_rows(rows, encoding_format)):
         pieces += (b'{"object":"embedding","index":%d,"embedding":' % index, row, b"},")
     pieces[-1] = pieces[-1][:-1]
-    pieces.append(b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
+    pieces += (b"],", render_usage(num_tokens), b"}")
     return b"".join(pieces)
 
 

@@ -10,6 +10,7 @@ from common.config import GatewayConfig
 from common.errors import NotFound
 from common.protocol import PROTOCOL_VERSION, ModelFacts
 from gateway.client import Readiness
+from gateway.routes import contextual, rerank
 from gateway.schema import is_served
 
 _PACKAGES = ("aiohttp", "tokenizers", "pyzmq", "numpy")
@@ -52,6 +53,10 @@ def render_info(config: GatewayConfig, facts: ModelFacts | None) -> bytes:
             "max_body_bytes": config.max_body_bytes,
             "max_inputs": config.max_inputs,
             "max_request_tokens": config.max_request_tokens,
+            "max_rerank_documents": min(config.max_inputs, rerank.MAX_DOCUMENTS),
+            "max_contextual_documents": contextual.MAX_DOCUMENTS,
+            "max_contextual_chunks": contextual.MAX_CHUNKS,
+            "max_contextual_tokens": min(config.max_request_tokens, contextual.MAX_TOKENS),
             "max_input_tokens": None if facts is None else facts.max_tokens,
             "default_timeout_ms": config.default_timeout_s * 1000,
             "max_timeout_ms": config.max_timeout_s * 1000,
@@ -83,6 +88,10 @@ def _facts(facts: ModelFacts) -> dict[str, object]:
         "encodings": facts.encodings,
         "prompts": sorted(facts.prompts),
         "default_prompt_name": facts.default_prompt_name,
+        "include_prompt": facts.include_prompt,
+        "num_labels": facts.num_labels,
+        "score_activation": facts.score_activation,
+        "pair_template": facts.pair_template,
     }
 
 

@@ -19,10 +19,12 @@ import orjson
 
 from common.errors import InvalidRequest
 from common.pairs import PairNames
-from common.protocol import ModelFacts
+from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import TruncationRule
+from gateway.answers import render_usage
 from gateway.formats import check_finite
 from gateway.schema import (
+    IGNORED,
     Fields,
     check_model,
     check_names,
@@ -49,9 +51,8 @@ Truncation = Literal["NONE", "START", "END"]
 Logits = npt.NDArray[np.float32]  # [pairs]
 
 _SHARED = frozenset({"model", "truncate", "truncation", "instruction", "raw_scores", "lane", "user", "stream"})
-_SHARED_IGNORED = frozenset({"metadata", "priority", "request_id", "timeout"})
 _VOYAGE = frozenset({"top_k", "truncation"})  # its client sends both, always
-# Of Cohere's: each would change scores or results if it were read.
+# Of Cohere's: each would change scores or results if it were read. (`rank_fields` may ask for what is done.)
 _UNSUPPORTED = {
     "rank_fields": "of a document only its text is read",
     "max_chunks_per_doc": "a document is one text; max_tokens_per_doc shortens it",
@@ -59,11 +60,11 @@ _UNSUPPORTED = {
 }
 _RERANK_KNOWN = (
     _SHARED
-    | _SHARED_IGNORED
+    | IGNORED
     | _UNSUPPORTED.keys()
     | {"query", "documents", "top_n", "top_k", "return_documents", "max_tokens_per_doc"}
 )
-_SCORE_KNOWN = _SHARED | _SHARED_IGNORED | {"text_1", "text_2"}
+_SCORE_KNOWN = _SHARED | IGNORED | {"text_1", "text_2"}
 
 # Cohere's words for truncation, and the rule that each is.
 _TRUNCATION: dict[str, TruncationRule] = {
@@ -73,9 +74,8 @@ _TRUNCATION: dict[str, TruncationRule] = {
 }
 
 # As Voyage's own server has it, and as much as Cohere advises.
-_MAX_DOCUMENTS = 1000
+MAX_DOCUMENTS = 1000
 
-_OWN_PAIRS = "pair"  # ModelFacts.pair_template of a model without a template
 _DOCUMENTS_PER_SEARCH_UNIT = 100  # what Cohere's clients read in `billed_units`: one query with so many documents
 _INTEGER_LIMIT = 2**31 - 1
 
@@ -118,7 +118,7 @@ def parse_rerank(body: bytes, facts: ModelFacts, *, max_inputs: int) -> RerankRe
     check_names(fields, _RERANK_KNOWN)
     _check_model(fields, facts)
     for name, reason in _UNSUPPORTED.items():
-        if fields.get(name) is not None:
+        if fields.get(name) is not None and (name, fields[name]) != ("rank_fields", ["text"]):
             raise unsupported(name, reason)
     top_n = _parse_top_n(fields)
     return_documents = optional_flag(fields, "return_documents")
@@ -128,7 +128,7 @@ def parse_rerank(body: bytes, facts: ModelFacts, *, max_inputs: int) -> RerankRe
         raise wrong_type("query", "a string")
     if not query:
         raise empty_input("query", "compare with")
-    documents = _parse_documents(fields, min(max_inputs, _MAX_DOCUMENTS))
+    documents = _parse_documents(fields, min(max_inputs, MAX_DOCUMENTS))
     pairs = _pairs_request(fields, facts, [query], documents, PairNames(), "END", max_document_tokens)
     return RerankRequest(pairs, top_n, bool(return_documents), voyage=not _VOYAGE.isdisjoint(fields))
 
@@ -191,7 +191,7 @@ def render_rerank(
     pieces = [*_head(request_id, b"rerank", facts), b',"results":[', b",".join(results), b"]"]
     if asked.voyage:
         pieces += (b',"data":[', b",".join(data), b"]")
-    pieces += (_usage(num_tokens), b',"meta":', orjson.dumps(meta), b"}")
+    pieces += (b",", render_usage(num_tokens), b',"meta":', orjson.dumps(meta), b"}")
     return b"".join(pieces)
 
 
@@ -200,7 +200,7 @@ def render_score(logits: Logits, asked: PairsRequest, facts: ModelFacts, *, requ
     check_finite(logits[:, None], asked.names.document)
     scores = _decimals(scores_of(logits, facts.score_activation, raw=asked.raw_scores))
     data = [b'{"index":%d,"object":"score","score":%b}' % numbered for numbered in enumerate(scores)]
-    pieces = [*_head(request_id, b"list", facts), b',"data":[', b",".join(data), b"]", _usage(num_tokens), b"}"]
+    pieces = [*_head(request_id, b"list", facts), b',"data":[', b",".join(data), b"],", render_usage(num_tokens), b"}"]
     return b"".join(pieces)
 
 
@@ -250,7 +250,7 @@ def _parse_truncation(fields: Fields, facts: ModelFacts, default: Truncation) ->
         raise InvalidRequest("truncate must be NONE, START or END, or true or false.", param="truncate")
     else:
         word = truncate
-    if word == "START" and facts.pair_template != _OWN_PAIRS:
+    if word == "START" and facts.pair_template != OWN_PAIRS:
         raise unsupported("truncate", "in this model's template a document is cut at its end only: use END")
     return _TRUNCATION[word]
 
@@ -302,7 +302,7 @@ def _parse_texts(fields: Fields, name: str, max_inputs: int) -> tuple[list[str],
         raise empty_input(name, "score")
     if len(value) > max_inputs:
         raise too_many_inputs(name, len(value), max_inputs, "texts")
-    return check_texts(value, name), False
+    return check_texts(value, name, "score"), False
 
 
 def _decimals(scores: npt.NDArray[np.float32]) -> list[bytes]:
@@ -313,7 +313,3 @@ def _decimals(scores: npt.NDArray[np.float32]) -> list[bytes]:
 def _head(request_id: str, kind: bytes, facts: ModelFacts) -> tuple[bytes, ...]:
     name = orjson.dumps(facts.name)
     return b'{"id":', orjson.dumps(request_id), b',"object":"%b","model":' % kind, name
-
-
-def _usage(num_tokens: int) -> bytes:
-    return b',"usage":{"prompt_tokens":%d,"total_tokens":%d}' % (num_tokens, num_tokens)

@@ -150,3 +150,16 @@ def test_a_tokenizer_that_reads_a_texts_beginning_in_another_way_is_refused(tmp_
     rust.add_special_tokens(["<sep>"])
     with pytest.raises(ValueError, match="does not read texts as it reads them alone"):
         chunks_of(rust, tmp_path, separator_id=rust.token_to_id("<sep>"))
+
+
+def test_a_chunk_with_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["<image>"])
+    chunks = chunks_of(tokenizer, tmp_path, vocab_size=SEP + 1)
+    error = refusal(chunks, ["w0", "an <image>"])
+    assert (error.code, error.param) == ("invalid_token_id", "input[2][1]")
+
+
+def test_a_separator_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"the token {SEP} around texts"):
+        chunks_of(word_tokenizer(), tmp_path, vocab_size=SEP)

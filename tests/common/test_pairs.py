@@ -238,6 +238,16 @@ def test_a_document_is_cut_to_the_tokens_that_the_client_asks_for(bert: Path) ->
     assert refusal(pairs, "w0", [many(60)], max_document_tokens=50).param == "documents[0]"
 
 
+@pytest.mark.parametrize("at_most", [5, 400, 3000, 4715, 4716, 10_000])
+def test_of_the_tokens_that_the_client_asks_for_the_last_ones_stay_where_the_beginning_is_cut(
+    bert: Path, at_most: int
+) -> None:
+    document = [index % 37 for index in range(4716)]
+    [pair] = pairs_of(bert, max_tokens=30).encode("w0", [words(*document)], LEFT, max_document_tokens=at_most)
+    expected = [number + 3 for number in document[:at_most][-26:]]
+    assert pair.ids.tolist() == [1, 3, 2, *expected, 2]
+
+
 @pytest.fixture(scope="module")
 def minilm() -> Path:
     return find_model("all-MiniLM-L6-v2").path
@@ -277,15 +287,11 @@ QWEN = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 QWEN_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-GEMMA_INSTRUCTION = (
-    "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a "
-    "prediction of either 'Yes' or 'No'."
-)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<bos>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPELLINGS = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nyes<|endoftext|>"
 
 
-def byte_level(post_processor: object = None) -> RustTokenizer:
+def byte_level(post_processor: str | None = None) -> RustTokenizer:
     """A byte-level BPE with Qwen's special tokens, and with its two others that are not called special."""
     tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -299,10 +305,6 @@ def byte_level(post_processor: object = None) -> RustTokenizer:
     if post_processor == "end":
         tokenizer.post_processor = processors.TemplateProcessing(
             single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", base)]
-        )
-    if post_processor == "bos":
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", base + SPECIAL.index("<bos>"))]
         )
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens(["<think>", "</think>"])
@@ -394,6 +396,19 @@ def test_a_query_that_fills_a_template_is_refused_even_with_truncation(
             assert (error.code, error.param) == ("input_too_long", name)
 
 
+def test_a_query_must_leave_a_template_room_for_a_token_of_the_document(
+    qwen_file: tuple[Path, RustTokenizer],
+) -> None:
+    folder, _ = qwen_file
+    [most] = qwen_pairs(folder, max_tokens=2048).encode("fox", ["the"], REFUSE)
+    limit = len(most.ids)  # " the" is one token
+    [pair] = qwen_pairs(folder, max_tokens=limit).encode("fox", ["the"], REFUSE)
+    assert pair.ids.tolist() == most.ids.tolist()
+    for truncation in (REFUSE, RIGHT):
+        error = refusal(qwen_pairs(folder, max_tokens=limit - 1), "fox", ["the"], truncation)
+        assert (error.code, error.param) == ("context_length_exceeded", "query")
+
+
 def test_without_truncation_the_document_that_does_not_fit_a_template_is_named(
     qwen_file: tuple[Path, RustTokenizer],
 ) -> None:
@@ -448,30 +463,61 @@ def test_a_vocabulary_in_which_text_can_be_a_templates_token_is_refused(tmp_path
         qwen_pairs(save(rust, tmp_path), max_tokens=2048)
 
 
-@pytest.mark.parametrize("post_processor", ["bos", None])
-def test_gemma_pairs_are_their_parts_one_behind_the_other(tmp_path: Path, post_processor: str | None) -> None:
-    rust = byte_level(post_processor)
-    pairs = pairs_of(save(rust, tmp_path), max_tokens=512, pair_template="bge-reranker-v2-gemma", has_token_types=False)
-    parts = ["A: what is a fox?", "\n", "B: a quick dog", "\n", GEMMA_INSTRUCTION]
-    expected = [rust.token_to_id("<bos>")] if post_processor else []
-    for part in parts:
-        expected += rust.encode(part, add_special_tokens=False).ids
-    assert rows(pairs.encode("what is a fox?", ["a quick dog"], REFUSE)) == [(expected, len(expected))]
+# --- tokens that the model has no vector for ---
 
 
-def test_a_gemma_pair_is_cut_at_its_passages_end(tmp_path: Path) -> None:
-    rust = byte_level("bos")
-    folder = save(rust, tmp_path)
-    pairs = pairs_of(folder, max_tokens=200, pair_template="bge-reranker-v2-gemma", instruction="is it?")
-    start = [rust.token_to_id("<bos>"), *rust.encode("A: fox", add_special_tokens=False).ids]
-    break_, prompt, passage = (
-        rust.encode(text, add_special_tokens=False).ids for text in ("\n", "is it?", "B: " + "dog " * 300)
-    )
-    room = 200 - len(start) - 2 * len(break_) - len(prompt)
-    [pair] = pairs.encode("fox", ["dog " * 300], RIGHT)
-    assert pair.ids.tolist() == [*start, *break_, *passage[:room], *break_, *prompt]
-    assert refusal(pairs, "fox", ["dog " * 300]).param == "documents[0]"
-    assert refusal(pairs, "fox " * 200, ["dog"], RIGHT).param == "query"
+@pytest.mark.parametrize(
+    ("query", "document", "param"),
+    [("w0 w39", "w1", "query"), ("w0", "w1 w39", "documents[1]"), ("w0[SEP]", "w1 [SEP]", None)],
+)
+def test_a_text_with_a_token_beyond_the_vocabulary_is_named(
+    bert: Path, query: str, document: str, param: str | None
+) -> None:
+    pairs = pairs_of(bert, max_tokens=10, vocab_size=42)
+    if param is None:
+        pairs.encode(query, ["w2", document], REFUSE)
+        return
+    error = refusal(pairs, query, ["w2", document])
+    assert (error.code, error.param) == ("invalid_token_id", param)
+    assert error.message == f"{param} holds the token w39, which this model has no vector for."
+
+
+def test_what_is_cut_off_a_pair_may_be_beyond_the_vocabulary(bert: Path) -> None:
+    pairs = pairs_of(bert, max_tokens=10, vocab_size=42)
+    assert rows(pairs.encode("w0", [words(1, 2, 3, 4, 5, 6, 39)], RIGHT)) == [([1, 3, 2, 4, 5, 6, 7, 8, 9, 2], 3)]
+
+
+@pytest.fixture(scope="module")
+def image_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The file of a template's model with one token more, which text can be, and the vocabulary without it."""
+    tokenizer = byte_level()
+    vocab_size = tokenizer.get_vocab_size()
+    tokenizer.add_tokens(["<image>"])
+    return save(tokenizer, tmp_path_factory.mktemp("image")), vocab_size
+
+
+@pytest.mark.parametrize(
+    ("texts", "param"),
+    [
+        (("an <image>", "find", "dog"), "query"),
+        (("fox", "an <image>", "dog"), "instruction"),
+        (("fox", "find", "an <image>"), "documents[0]"),
+    ],
+)
+def test_in_a_template_the_text_with_a_token_beyond_the_vocabulary_is_named(
+    image_file: tuple[Path, int], texts: tuple[str, str, str], param: str
+) -> None:
+    folder, vocab_size = image_file
+    pairs = qwen_pairs(folder, max_tokens=2048, vocab_size=vocab_size)
+    query, instruction, document = texts
+    error = refusal(pairs, query, [document], instruction=instruction)
+    assert (error.code, error.param) == ("invalid_token_id", param)
+    pairs.encode("fox", ["dog"], REFUSE, instruction="find")
+
+
+def test_a_template_whose_tokens_are_beyond_the_vocabulary_is_refused(image_file: tuple[Path, int]) -> None:
+    with pytest.raises(ValueError, match="the model's vocabulary has"):
+        qwen_pairs(image_file[0], max_tokens=2048, vocab_size=image_file[1] - 1)
 
 
 # --- threads ---

@@ -356,6 +356,10 @@ def request_frames(**changes: object) -> list[bytes]:
         request_frames(shapes=[[3, 1], [2]]),
         request_frames(shapes=[[-3], [2]]),
         request_frames(shapes=[[2**62], [2]]),
+        *(
+            [msgpack.packb([5, 1, 1, 1, [[0], shape]]), b"", b""]  # a Result whose rows have no bytes
+            for shape in ([2**64 - 1, 0], [2**63, 0], [2**62, 0], [0, 2**62], [0, 2**31], [0, -1], [0, False])
+        ),
         request_frames()[:2],
         [*request_frames(), b""],
         [request_frames()[0], int32(5, 6, -7).tobytes(), int32(1, 2).tobytes()],

@@ -331,3 +331,28 @@ def test_a_cut_inside_a_very_long_word_changes_no_token_that_is_kept(
         whole = minilm_reference.encode(text, add_special_tokens=False)
         whole.truncate(254, direction=truncation.direction)
         assert encode(minilm, text, truncation)[1:-1] == whole.ids
+
+
+# --- tokens that the model has no vector for ---
+
+
+@pytest.mark.parametrize("truncation", [REFUSE, RIGHT])
+def test_a_text_with_a_token_beyond_the_vocabulary_is_named(folder: Path, truncation: TruncationRule) -> None:
+    tokenizer = Tokenizer(facts_of(folder, max_tokens=8, vocab_size=42))
+    assert tokenizer.encode(["w38"], REFUSE)[0].tolist() == [1, 41, 2]
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.encode(["w38", "w1 w39"], truncation, first_index=5)
+    assert (caught.value.code, caught.value.param) == ("invalid_token_id", "input[6]")
+    assert caught.value.message == "input[6] holds the token w39, which this model has no vector for."
+
+
+def test_what_is_cut_off_a_text_may_be_beyond_the_vocabulary(folder: Path) -> None:
+    tokenizer = Tokenizer(facts_of(folder, max_tokens=8, vocab_size=42))
+    assert tokenizer.encode([words(0, 1, 2, 3, 4, 5, 39)], RIGHT)[0].tolist() == [1, 3, 4, 5, 6, 7, 8, 2]
+    with pytest.raises(InvalidRequest, match="w39"):
+        tokenizer.encode([words(0, 1, 2, 3, 4, 5, 39)], LEFT)
+
+
+def test_a_special_token_beyond_the_vocabulary_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="the token 2 around texts, and the model's vocabulary has 2"):
+        Tokenizer(facts_of(folder, max_tokens=8, vocab_size=2))

@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from common.protocol import ModelFacts
 from gateway.body import _MAX_CHUNKS
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, VOCAB_SIZE, Running, Serve
-from tests.gateway.wire import Wire, ask, request_bytes
+from tests.gateway.wire import Wire, ask, embed, request_bytes
 
 PATH = "/v1/embeddings"
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -407,6 +408,20 @@ async def test_no_mutated_body_is_a_server_error(server: Running) -> None:
         assert answer.status == 200 or answer.error.keys() == {"message", "type", "param", "code"}
     assert statuses.keys() == {200, 400, 404}
     await connection.close()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "param"), [("w1 w59", "input"), (["w1", "w59"], "input[1]"), (["w1"] * 100 + ["w59"], "input[100]")]
+)
+async def test_a_token_that_the_model_has_no_vector_for_is_the_error_of_its_own_request(
+    serve: Serve, facts: ModelFacts, inputs: str | list[str], param: str
+) -> None:
+    running = await serve(served=dataclasses.replace(facts, vocab_size=VOCAB_SIZE - 1))
+    good = [embed(running.port, {"input": f"w{index}"}) for index in range(8)]
+    bad, *others = await asyncio.gather(embed(running.port, {"input": inputs}), *good)
+    assert (bad.status, bad.error["code"], bad.error["param"]) == (400, "invalid_token_id", param)
+    assert bad.error["message"] == f"{param} holds the token w59, which this model has no vector for."
+    assert [answer.status for answer in others] == [200] * 8
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -76,7 +77,20 @@ async def test_info_tells_the_models_facts_but_not_its_place(server: Running, fa
     assert answer.json["model"]["dimensions"] == DIMENSIONS
     assert answer.json["model"]["prompts"] == ["document", "query"]
     assert answer.json["limits"]["max_inputs"] == 2048
+    assert answer.json["limits"]["max_rerank_documents"] == 1000
+    assert answer.json["limits"]["max_contextual_documents"] == 512
+    assert answer.json["limits"]["max_contextual_chunks"] == 16_000
+    assert answer.json["limits"]["max_contextual_tokens"] == 120_000
     assert str(Path(facts.folder).parent) not in answer.body.decode()
+
+
+async def test_info_tells_how_a_model_scores_and_the_limits_that_hold_here(serve: Serve, facts: ModelFacts) -> None:
+    scoring = {"num_labels": 1, "score_activation": "sigmoid", "pair_template": "pair", "include_prompt": False}
+    running = await serve(served=dataclasses.replace(facts, **scoring), max_inputs=7, max_request_tokens=5000)
+    answer = await ask(running.port, "GET", "/info")
+    assert {name: answer.json["model"][name] for name in scoring} == scoring
+    assert answer.json["limits"]["max_rerank_documents"] == 7
+    assert answer.json["limits"]["max_contextual_tokens"] == 5000
 
 
 async def test_metrics_count_by_pattern_and_never_by_what_clients_send(server: Running, metrics: Metrics) -> None:

@@ -61,6 +61,7 @@ def answering(facts: ModelFacts, tmp_path_factory: pytest.TempPathFactory) -> Mo
         tmp_path_factory.mktemp("answering"),
         dimensions=1,
         max_tokens=80,
+        vocab_size=tokenizer.get_vocab_size(),
         tasks=["score"],
         num_labels=1,
         score_activation="sigmoid",
@@ -184,6 +185,7 @@ async def test_documents_may_be_strings_and_objects_with_a_text(server: Running)
         dict.fromkeys(("top_n", "return_documents", "max_tokens_per_doc", "truncate", "instruction", "raw_scores")),
         dict.fromkeys(("rank_fields", "max_chunks_per_doc", "relevant_spans", "lane", "user", "stream")),
         {"priority": 5, "user": "u1", "metadata": {}, "timeout": 3},
+        {"rank_fields": ["text"]},
         {"model": "some-org/tiny"},
         {"top_n": 2},
         {"max_tokens_per_doc": 4096},
@@ -427,6 +429,23 @@ async def test_one_text_goes_with_all_or_each_with_its_own(
     assert run == list(dict.fromkeys(pairs))
 
 
+async def test_score_names_the_text_with_a_token_that_the_model_has_no_vector_for(
+    score_server: Served, scoring: ModelFacts
+) -> None:
+    running = await score_server(dataclasses.replace(scoring, vocab_size=63))
+    for first, second, param in ((["w1", "w59"], ["w2", "w3"], "text_1[1]"), ("w1", ["w2", "w59"], "text_2[1]")):
+        answer = await post(running.port, "/score", {"text_1": first, "text_2": second})
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_token_id", param)
+
+
+async def test_pairs_of_equal_tokens_and_other_types_are_two(server: Running) -> None:
+    body = {"text_1": ["w0", "w0[SEP]w1"], "text_2": ["w1[SEP]w2", "w2"]}
+    assert (await post(server.port, "/score", body)).status == 200
+    [sent] = server.stub.submitted
+    assert sent["sequences"] == [[1, 4, 2, 5, 2, 6, 2]] * 2
+    assert sent["type_starts"] == [3, 5]
+
+
 async def test_many_pairs_each_get_their_own_score(server: Running) -> None:
     server.stub.logit_of = lambda ids: (ids[1] - 4) * 60 + ids[3] - 4
     first, second = [f"w{n // 60}" for n in range(300)], [f"w{n % 60}" for n in range(300)]
@@ -474,7 +493,10 @@ BAD_RERANKS: list[tuple[str, dict[str, object], str, str | None]] = [
     ("10 misspelt", {"documnets": []}, "unknown_field", "documnets"),
     ("10 input", {"input": "w1"}, "unknown_field", "input"),
     ("10 texts", {"texts": ["w1"]}, "unknown_field", "texts"),
-    ("10 rank_fields", {"rank_fields": ["title"]}, "unsupported_parameter", "rank_fields"),
+    *(
+        (f"10 rank_fields {value!r}", {"rank_fields": value}, "unsupported_parameter", "rank_fields")
+        for value in (["title"], ["text", "title"], [], "text")
+    ),
     ("10 max_chunks_per_doc", {"max_chunks_per_doc": 3}, "unsupported_parameter", "max_chunks_per_doc"),
     ("16 model null", {"model": None}, "invalid_type", "model"),
     ("16 model empty", {"model": ""}, "missing_field", "model"),
@@ -574,6 +596,7 @@ async def test_bad_scores(score_server: Served, fields: dict[str, object], code:
     answer = await post(running.port, "/score", {"text_1": "w1", "text_2": ["w5", "w6"]} | fields)
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
     assert running.stub.submitted == []
+    assert "embed" not in answer.error["message"]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"])
@@ -720,7 +743,19 @@ async def test_a_tokenizer_that_does_not_fit_its_pairs_is_not_served(score_serve
     assert scoring.folder not in ready.body.decode()
 
 
-@pytest.mark.parametrize("change", [{"has_token_types": False}, {"pair_template": ""}, {"max_tokens": 12}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"has_token_types": False},
+        {"pair_template": ""},
+        {"max_tokens": 12},
+        {"vocab_size": 65},
+        {"lower_case": True},
+        {"instruction": "w20"},
+        {"separator_id": 2},
+    ],
+    ids=str,
+)
 async def test_a_model_whose_pairs_change_is_tokenized_anew(
     score_server: Served, scoring: ModelFacts, change: dict[str, object]
 ) -> None:

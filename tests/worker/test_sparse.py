@@ -447,12 +447,12 @@ def test_a_gpu_gives_the_rows_of_a_cpu(bare: Path, strategy: str, dtype: str, tm
     engine = make_engine(folder, device="cuda", dtype=dtype, cache_dir=str(tmp_path / "cache"))
 
     for _ in range(3):  # eager, captured or eager again, replayed
-        rows = rows_of(engine, ids)
-        if dtype == "float32":
-            np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-4)
-        cosine = (rows * expected).sum() / np.linalg.norm(rows) / np.linalg.norm(expected)
-        assert cosine > 0.999
-        np.testing.assert_allclose(rows_of(engine, ids[2:4]), rows[2:4], rtol=2e-2, atol=2e-2)
+        # In another batch other kernels multiply, which round in another order.
+        for rows, exact in ((rows_of(engine, ids), expected), (rows_of(engine, ids[2:4]), expected[2:4])):
+            if dtype == "float32":
+                np.testing.assert_allclose(rows, exact, rtol=1e-4, atol=1e-4)
+            cosine = (rows * exact).sum() / np.linalg.norm(rows) / np.linalg.norm(exact)
+            assert cosine > 0.999
 
 
 @pytest.mark.gpu

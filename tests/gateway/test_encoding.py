@@ -1,0 +1,68 @@
+"""How a long list is divided into parts, so that a short request waits for one of them and not for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from common.pairs import Pair, PairNames
+from common.tokenization import TruncationRule
+from gateway.encoding import Encoder, Threads
+
+T = TypeVar("T")
+
+
+class OnePair:
+    """Makes the same pair of whatever it is given."""
+
+    def __init__(self, *, rereads_query: bool) -> None:
+        self.rereads_query = rereads_query
+
+    def encode(self, query: str, documents: list[str], truncation: TruncationRule, **options: object) -> list[Pair]:
+        return [Pair(np.array([1], dtype=np.int32), 1)] * len(documents)
+
+
+class CountingThreads(Threads):
+    num_runs = 0
+
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        self.num_runs += 1
+        return super().run(function)
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "instruction", "rereads_query", "num_parts"),
+    [
+        (["q"], ["d"] * 64, None, False, 1),
+        (["q"], ["d"] * 65, None, False, 2),
+        (["q"], ["d" * 20_000] * 6, None, False, 2),
+        (["q" * 20_000], ["d"] * 6, None, False, 1),  # is tokenized once a part
+        (["q" * 20_000], ["d"] * 6, None, True, 2),
+        (["q" * 200_000], ["d"] * 6, None, True, 6),
+        (["q"], ["d"] * 6, "i" * 20_000, True, 2),
+        (["q" * 20_000] * 6, ["d"] * 6, None, False, 2),
+        (["q" * 20_000] * 6, ["d"] * 6, None, True, 2),
+        (["q" * 10_000] * 6, ["d"] * 6, "i" * 10_000, True, 2),
+    ],
+)
+async def test_pairs_are_encoded_in_parts_of_all_that_is_tokenized(
+    queries: list[str], documents: list[str], instruction: str | None, rereads_query: bool, num_parts: int
+) -> None:
+    threads = CountingThreads(1)
+    encoded = await Encoder(threads).encode_pairs(
+        OnePair(rereads_query=rereads_query),
+        queries,
+        documents,
+        truncation=TruncationRule(allowed=True),
+        instruction=instruction,
+        max_document_tokens=None,
+        names=PairNames(),
+        max_tokens=1000,
+    )
+    threads.close()
+    assert encoded.places == [0] * len(documents)
+    assert threads.num_runs == num_parts
