@@ -27,8 +27,8 @@ def _option(default: object, help_text: str, *, choices: tuple[str, ...] | None 
 def _task_option() -> Any:  # noqa: ANN401  # a field of a dataclass
     return _option(
         "auto",
-        "what the model is for; score: a Qwen3-Reranker, whose files do not say that it scores; sparse: a masked "
-        "language model, whose files do not say that it is a SPLADE",
+        "what the model is for; score: a Qwen3-Reranker or a bge-reranker-v2-gemma, whose files do not say that it "
+        "scores; sparse: a masked language model, whose files do not say that it is a SPLADE",
         choices=("auto", "embed", "score", "sparse"),
     )
 

@@ -173,30 +173,35 @@ class _OwnPairs:
         return _pair_too_long(names, offset, num_query + num_document + self._num_special, self._max_tokens)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    """What stands around a document in a template; the query and the instruction are in it."""
+
+    beginning: TokenIds
+    head: str  # begins the text that is tokenized as one with the document; a space follows it
+    end: TokenIds
+
+
 class _TemplatePairs:
-    """Pairs in a template: `beginning`, what `write_head` makes of query and instruction, the document, `end`.
+    """Pairs in a template that `write` makes of a query and an instruction."""
 
-    The head is tokenized as one with the document; a space is between them.
-    """
-
-    rereads_query = True
+    rereads_query = True  # in some templates only once a call: to count more makes a call's parts smaller, not wrong
 
     def __init__(
         self,
         facts: ModelFacts,
         reader: TextReader,
-        beginning: TokenIds,
-        write_head: Callable[[str, str], str],
-        end: TokenIds,
+        write: Callable[[str, str], _Prompt],
         *,
         instruction: str,
     ) -> None:
         self._reader = reader
         self._max_tokens = facts.max_tokens
         self._instruction = instruction if facts.instruction is None else facts.instruction
-        self._beginning, self._write_head, self._end = beginning, write_head, end
-        reader.check_own_tokens(beginning)
-        reader.check_own_tokens(end)
+        self._write = write
+        empty = write("", "")
+        reader.check_own_tokens(empty.beginning)
+        reader.check_own_tokens(empty.end)
 
     def encode(
         self,
@@ -219,35 +224,35 @@ class _TemplatePairs:
         for name, text in ((names.query, query), ("instruction", instruction)):
             if len(text) > MAX_CHARS_PER_TOKEN * self._max_tokens:
                 raise input_too_long(name, len(text), MAX_CHARS_PER_TOKEN * self._max_tokens, can_cut=False)
-        head = self._write_head(query, instruction)
-        num_fixed = len(self._beginning) + len(self._end)
+        prompt = self._write(query, instruction)
+        num_fixed = len(prompt.beginning) + len(prompt.end)
         room = self._max_tokens - num_fixed
         # Without the space, which in a byte-level vocabulary is a part of the document's first token.
-        head_ids = self._reader.ids(head)
+        head_ids = self._reader.ids(prompt.head)
         num_head = len(head_ids)
         if num_head >= room:
             raise context_length_exceeded(
                 names.query, num_fixed + num_head, self._max_tokens, included="the template", can_cut=False
             )
-        self._check_head(head_ids, instruction, names)
-        limit_chars = max(self._reader.limit_chars(truncation) - len(head) - 1, 0)
+        self._check_prompt(np.concatenate([prompt.beginning, head_ids, prompt.end]), instruction, names)
+        limit_chars = max(self._reader.limit_chars(truncation) - len(prompt.head) - 1, 0)
         _check_characters(documents, limit_chars, truncation, names)
         kept = room if max_document_tokens is None else min(room, num_head + max_document_tokens)
-        bodies = self._reader.read([f"{head} {document}" for document in documents], truncation, kept)
+        bodies = self._reader.read([f"{prompt.head} {document}" for document in documents], truncation, kept)
         pairs = []
         for offset, body in enumerate(bodies):
             if len(body.ids) > room and kept == room and not truncation.allowed:
                 raise _pair_too_long(names, offset, num_fixed + len(body.ids), self._max_tokens)
             body_ids = body.ids[:kept]
             self._reader.check_vocabulary(body_ids, names.document(offset))
-            ids = np.concatenate([self._beginning, body_ids, self._end])
+            ids = np.concatenate([prompt.beginning, body_ids, prompt.end])
             assert len(ids) <= self._max_tokens, "truncation left too many tokens: this is a bug"
             pairs.append(Pair(ids, len(ids)))
         return pairs
 
-    def _check_head(self, head_ids: TokenIds, instruction: str, names: PairNames) -> None:
+    def _check_prompt(self, ids: TokenIds, instruction: str, names: PairNames) -> None:
         try:
-            self._reader.check_vocabulary(head_ids, names.query)
+            self._reader.check_vocabulary(ids, names.query)
         except InvalidRequest:
             self._reader.check_vocabulary(self._reader.ids(instruction), "instruction")
             raise
@@ -271,19 +276,44 @@ def _qwen3_reranker(facts: ModelFacts, tokenizer: Tokenizer) -> PairTokenizer:
     _check_reserved(("<|im_start|>", "<|im_end|>", "<think>", "</think>"), tokenizer.reader, reader)
     # Should the tokenizer put special tokens around a text, they stand around the body: so it is in the source.
     before, after = reader.frame(1).parts
-    return _TemplatePairs(
-        facts,
-        reader,
-        np.concatenate([tokenizer.reader.ids(opening), before]),
-        lambda query, instruction: f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:",
-        np.concatenate([after, tokenizer.reader.ids(closing)]),
-        instruction="Given a web search query, retrieve relevant passages that answer the query",
+    beginning = np.concatenate([tokenizer.reader.ids(opening), before])
+    end = np.concatenate([after, tokenizer.reader.ids(closing)])
+
+    def write(query: str, instruction: str) -> _Prompt:
+        return _Prompt(beginning, f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:", end)
+
+    instruction = "Given a web search query, retrieve relevant passages that answer the query"
+    return _TemplatePairs(facts, reader, write, instruction=instruction)
+
+
+def _bge_reranker_v2_gemma(facts: ModelFacts, tokenizer: Tokenizer) -> PairTokenizer:
+    """The prompt of bge-reranker-v2-gemma, which scores by "Yes" as the next token.
+
+    Query, passage and instruction are tokenized each on its own, line breaks between them. The source cuts a query at
+    three quarters of a passage's length, and lets its limit out by the instruction; here a query is never cut, and the
+    model's maximum holds for the whole. Where nothing is cut the tokens are the same.
+
+    Source: FlagOpen/FlagEmbedding, FlagEmbedding/inference/reranker/decoder_only/base.py, BaseLLMReranker.
+    """
+    reader = TextReader(facts, reserved="")
+    start = tokenizer.reader.frame(1).parts[0]  # <bos>, where the tokenizer has one
+    line_break = reader.ids("\n")
+
+    def write(query: str, instruction: str) -> _Prompt:
+        beginning = np.concatenate([start, reader.ids(f"A: {query}"), line_break])
+        return _Prompt(beginning, "B:", np.concatenate([line_break, reader.ids(instruction)]))
+
+    instruction = (
+        "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing "
+        "a prediction of either 'Yes' or 'No'."
     )
+    return _TemplatePairs(facts, reader, write, instruction=instruction)
 
 
 _TEMPLATES: dict[str, Callable[[ModelFacts, Tokenizer], PairTokenizer]] = {
     OWN_PAIRS: _OwnPairs,
     "qwen3-reranker": _qwen3_reranker,
+    "bge-reranker-v2-gemma": _bge_reranker_v2_gemma,
 }
 
 

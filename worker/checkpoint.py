@@ -40,7 +40,7 @@ from worker.modules import (
 from worker.rope import MAX_POSITIONS
 from worker.scoring import (
     MESSAGE,
-    TEMPLATE_ARCHITECTURE,
+    TEMPLATES,
     CrossEncoderFiles,
     Scoring,
     Task,
@@ -159,8 +159,8 @@ class Checkpoint:
             logger.info("%s has no modules.json: mean pooling, no normalisation, no prompts", root)
             if config.text("pooling") not in (None, "avg", "mean"):  # llama-embed's own
                 config.refuse("pooling", "without a modules.json only the mean is supported.")
-            if architecture == TEMPLATE_ARCHITECTURE:
-                logger.info("%s: if it is a Qwen3-Reranker, --task score serves it as one", root)
+            if architecture in TEMPLATES:
+                logger.info("%s: if it is a %s, --task score serves it as one", root, TEMPLATES[architecture].model)
             if architecture in MASKED_LANGUAGE_MODELS:
                 logger.info("%s: if it is a SPLADE, --task sparse serves it as one", root)
             settings = _SentenceSettings({}, None, None)

@@ -3,13 +3,14 @@
 Two kinds of model score. A classifier (`...ForSequenceClassification`) has a head of its own. A language model answers
 by its next token: the score is the logit of one token, mostly less that of another. That a language model is meant so
 is never guessed: its folder says it (a LogitScore module of sentence-transformers), or the operator does
-(`--task score`), which is how Qwen3-Reranker's own folders are served, since they declare nothing.
+(`--task score`), which is how the own folders of Qwen3-Reranker and bge-reranker-v2-gemma are served, since they
+declare nothing.
 
 Scores leave the worker as the model makes them. What a CrossEncoder of sentence-transformers does with them next is
 told to others as `activation`; it keeps their order, so it can be left to whoever answers.
 
-A pair is written as the tokenizer writes one. A template is used of Qwen3-Reranker alone, and only where the operator
-says so: a checkpoint's chat template is a program, and never run.
+A pair is written as the tokenizer writes one. A template is used of the models in `TEMPLATES` alone, and only where the
+operator says so: a checkpoint's chat template is a program, and never run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from common.protocol import OWN_PAIRS
+
 if TYPE_CHECKING:
     from worker.files import JsonFile
 
@@ -27,13 +30,6 @@ Activation: TypeAlias = Literal["identity", "sigmoid"]
 
 _CLASSIFIER = "ForSequenceClassification"
 _LANGUAGE_MODEL = "ForCausalLM"
-
-# What is served by the template of Qwen3-Reranker, and the tokens that it answers by.
-_TEMPLATE = "qwen3-reranker"
-TEMPLATE_ARCHITECTURE = "Qwen3ForCausalLM"
-_YES, _NO = "yes", "no"
-
-_OWN_PAIRS = "pair"  # as the tokenizer writes a pair
 
 # With this among a Transformer's modalities, texts are put into a chat template.
 MESSAGE = "message"
@@ -53,6 +49,25 @@ _TYPING_MODEL_TYPES = ("bert", "nomic_bert")
 
 # transformers does not write `id2label` where there are so many.
 _DEFAULT_NUM_LABELS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A language model that scores pairs in a template of its own, and the words that it answers by."""
+
+    model: str
+    pair_template: str
+    yes: str
+    no: str | None  # None: the score is the logit of `yes` alone
+
+
+# By the only architecture that each is published with.
+TEMPLATES: Mapping[str, Template] = MappingProxyType(
+    {
+        "Qwen3ForCausalLM": Template("Qwen3-Reranker", "qwen3-reranker", "yes", "no"),
+        "GemmaForCausalLM": Template("bge-reranker-v2-gemma", "bge-reranker-v2-gemma", "Yes", None),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +141,7 @@ def read_classifier(config: JsonFile, files: CrossEncoderFiles) -> Scoring:
     return Scoring(
         num_labels=num_labels,
         activation=_read_activation(config, files.settings, num_labels),
-        pair_template=_OWN_PAIRS,
+        pair_template=OWN_PAIRS,
         instruction=None,
         has_token_types=_read_token_types(config, files.tokenizer),
         answers=None,
@@ -141,30 +156,37 @@ def read_language_model(
     Raises:
         ModelError: a field is not understood, or what only the operator can say is left open.
     """
-    has_template = files.logit_score is None or files.has_chat_template
-    if has_template and task != "score":
-        files.transformer.refuse(
-            "modality_config",
-            f"{MESSAGE!r}: pairs are put into a chat template, which is a program and never run. If this is a "
-            "Qwen3-Reranker, --task score serves it with that model's own template.",
-        )
-    if has_template and architecture != TEMPLATE_ARCHITECTURE:
-        config.refuse(
-            "architectures",
-            f"--task score: of language models only Qwen3-Reranker ({TEMPLATE_ARCHITECTURE}) is known by its "
-            f"template, not a {architecture}.",
-        )
+    template = None
+    if files.logit_score is None or files.has_chat_template:
+        template = _find_template(architecture, config, files, task)
     instruction = files.default_prompt()
-    if instruction is not None and not has_template:
+    if instruction is not None and template is None:
         files.settings.refuse("default_prompt_name", "a prompt before every query is not supported.")
     return Scoring(
         num_labels=1,
         activation=_read_activation(config, files.settings, 1),
-        pair_template=_TEMPLATE if has_template else _OWN_PAIRS,
+        pair_template=OWN_PAIRS if template is None else template.pair_template,
         instruction=instruction,
         has_token_types=False,
-        answers=_read_answers(architecture, config, files.logit_score, vocabulary, fixed=has_template),
+        answers=_read_answers(architecture, config, files.logit_score, vocabulary, template),
     )
+
+
+def _find_template(architecture: str, config: JsonFile, files: CrossEncoderFiles, task: Task) -> Template:
+    """Raises ModelError: the operator does not say that it is such a model, or no template is known of one."""
+    template = TEMPLATES.get(architecture)
+    if task != "score":
+        why = f"{MESSAGE!r}: pairs are put into a chat template, which is a program and never run."
+        if template is not None:
+            why += f" If this is a {template.model}, --task score serves it with that model's own template."
+        files.transformer.refuse("modality_config", why)
+    if template is None:
+        known = " and ".join(f"{known.model} ({name})" for name, known in TEMPLATES.items())
+        config.refuse(
+            "architectures",
+            f"--task score: of language models only {known} are known by their templates, not a {architecture}.",
+        )
+    return template
 
 
 def read_num_labels(config: JsonFile) -> int:
@@ -227,24 +249,37 @@ def _read_token_types(config: JsonFile, tokenizer: JsonFile) -> bool:
 
 
 def _read_answers(
-    architecture: str, config: JsonFile, logit_score: JsonFile | None, vocabulary: Mapping[str, int], *, fixed: bool
+    architecture: str,
+    config: JsonFile,
+    logit_score: JsonFile | None,
+    vocabulary: Mapping[str, int],
+    template: Template | None,
 ) -> AnswerTokens:
-    """`fixed` says that the model's own template is used, whose answers are known."""
-    spelled = (vocabulary.get(_YES), vocabulary.get(_NO))
-    yes, no = spelled
+    """The tokens that a LogitScore names; with a template its own, which a LogitScore may only repeat."""
+    yes = no = None
     if logit_score is not None:
         logit_score.refuse_unknown(frozenset({"true_token_id", "false_token_id", "module_input_name"}))
         if logit_score.text("module_input_name") not in (None, "causal_logits"):
             logit_score.refuse("module_input_name", "only 'causal_logits' is supported.")
         yes, no = _token_id(config, logit_score, "true_token_id"), _token_id(config, logit_score, "false_token_id")
-    if yes is None:
-        file, field = (config, "vocab_size") if logit_score is None else (logit_score, "true_token_id")
-        file.refuse(field, f"no token {_YES!r}, by which a Qwen3-Reranker answers, is in the vocabulary.")
-    if fixed and ((yes, no) != spelled or no is None):
-        (logit_score or config).refuse(
-            "true_token_id, false_token_id",
-            f"{yes}, {no}, but a Qwen3-Reranker answers by {_YES!r}, {_NO!r}: {spelled}.",
-        )
+        if yes is None:
+            logit_score.refuse("true_token_id", "missing: the token by whose logit a pair is scored.")
+    if template is not None:
+        words = [word for word in (template.yes, template.no) if word is not None]
+        for word in words:
+            if word not in vocabulary:
+                config.refuse(
+                    "vocab_size", f"no token {word!r}, by which a {template.model} answers, is in the vocabulary."
+                )
+        spelled = (vocabulary[template.yes], None if template.no is None else vocabulary[template.no])
+        if logit_score is not None and (yes, no) != spelled:
+            answers = ", ".join(map(repr, words))
+            logit_score.refuse(
+                "true_token_id, false_token_id",
+                f"{yes}, {no}, but a {template.model} answers by {answers}: {spelled}.",
+            )
+        yes, no = spelled
+    assert yes is not None, "neither a LogitScore nor a template: this is a bug"
     # Gemma's default, which its files leave out; the others' files say it.
     tied = config.flag("tie_word_embeddings", default=architecture.startswith("Gemma"))
     return AnswerTokens(yes, no, tied)

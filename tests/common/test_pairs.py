@@ -287,7 +287,11 @@ QWEN = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 QWEN_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+GEMMA_INSTRUCTION = (
+    "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a "
+    "prediction of either 'Yes' or 'No'."
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<bos>"]
 SPELLINGS = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nyes<|endoftext|>"
 
 
@@ -305,6 +309,10 @@ def byte_level(post_processor: str | None = None) -> RustTokenizer:
     if post_processor == "end":
         tokenizer.post_processor = processors.TemplateProcessing(
             single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", base)]
+        )
+    if post_processor == "bos":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", base + SPECIAL.index("<bos>"))]
         )
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens(["<think>", "</think>"])
@@ -463,6 +471,42 @@ def test_a_vocabulary_in_which_text_can_be_a_templates_token_is_refused(tmp_path
         qwen_pairs(save(rust, tmp_path), max_tokens=2048)
 
 
+def gemma_pairs(folder: Path, **changes: object) -> PairTokenizer:
+    return pairs_of(folder, **{"pair_template": "bge-reranker-v2-gemma", "has_token_types": False} | changes)
+
+
+@pytest.mark.parametrize("post_processor", ["bos", None])
+def test_gemma_pairs_are_their_parts_one_behind_the_other(tmp_path: Path, post_processor: str | None) -> None:
+    rust = byte_level(post_processor)
+    pairs = gemma_pairs(save(rust, tmp_path), max_tokens=512)
+    parts = ["A: what is a fox?", "\n", "B: a quick dog", "\n", GEMMA_INSTRUCTION]
+    expected = [rust.token_to_id("<bos>")] if post_processor else []
+    for part in parts:
+        expected += rust.encode(part, add_special_tokens=False).ids
+    assert rows(pairs.encode("what is a fox?", ["a quick dog"], REFUSE)) == [(expected, len(expected))]
+
+
+def test_a_gemma_pair_is_cut_at_its_passages_end(tmp_path: Path) -> None:
+    rust = byte_level("bos")
+    pairs = gemma_pairs(save(rust, tmp_path), max_tokens=200, instruction="is it?")
+    start = [rust.token_to_id("<bos>"), *rust.encode("A: fox", add_special_tokens=False).ids]
+    break_, prompt, passage = (
+        rust.encode(text, add_special_tokens=False).ids for text in ("\n", "is it?", "B: " + "dog " * 300)
+    )
+    room = 200 - len(start) - 2 * len(break_) - len(prompt)
+    [pair] = pairs.encode("fox", ["dog " * 300], RIGHT)
+    assert pair.ids.tolist() == [*start, *break_, *passage[:room], *break_, *prompt]
+    assert refusal(pairs, "fox", ["dog " * 300]).param == "documents[0]"
+    assert refusal(pairs, "fox " * 200, ["dog"], RIGHT).param == "query"
+
+
+def test_text_that_spells_a_special_token_is_text_in_a_gemma_pair(tmp_path: Path) -> None:
+    rust = byte_level("bos")
+    [pair] = gemma_pairs(save(rust, tmp_path), max_tokens=512).encode("<bos>", [SPELLINGS], REFUSE, instruction="<bos>")
+    special = {rust.token_to_id(token) for token in SPECIAL}
+    assert [index for index, token in enumerate(pair.ids.tolist()) if token in special] == [0]
+
+
 # --- tokens that the model has no vector for ---
 
 
@@ -504,11 +548,12 @@ def image_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
         (("fox", "find", "an <image>"), "documents[0]"),
     ],
 )
+@pytest.mark.parametrize("template", ["qwen3-reranker", "bge-reranker-v2-gemma"])
 def test_in_a_template_the_text_with_a_token_beyond_the_vocabulary_is_named(
-    image_file: tuple[Path, int], texts: tuple[str, str, str], param: str
+    image_file: tuple[Path, int], texts: tuple[str, str, str], param: str, template: str
 ) -> None:
     folder, vocab_size = image_file
-    pairs = qwen_pairs(folder, max_tokens=2048, vocab_size=vocab_size)
+    pairs = pairs_of(folder, max_tokens=2048, vocab_size=vocab_size, pair_template=template, has_token_types=False)
     query, instruction, document = texts
     error = refusal(pairs, query, [document], instruction=instruction)
     assert (error.code, error.param) == ("invalid_token_id", param)

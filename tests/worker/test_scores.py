@@ -575,13 +575,32 @@ def test_what_a_saved_cross_encoder_must_not_say_is_refused(
 def language_model(family: str = "Qwen3", **changes: object) -> PreTrainedModel:
     config = getattr(transformers, f"{family}Config")
     special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    return getattr(transformers, f"{family}ForCausalLM")(config(**special | FAMILIES[family] | changes))
+    fields = special | FAMILIES.get(family, HEAD_DIM) | changes
+    return getattr(transformers, f"{family}ForCausalLM")(config(**fields))
 
 
 def save_reranker(model: PreTrainedModel, folder: Path) -> Path:
     parity.save(parity.seeded(model), folder)
     answering_words().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def save_gemma_reranker(model: PreTrainedModel, folder: Path) -> Path:
+    """Beside Gemma's own answer the words of the other template: they are other tokens."""
+    parity.save(parity.seeded(model), folder)
+    words = ["[UNK]", "<bos>", "yes", "no", "Yes", "No", "A", "B", ":", *(f"w{i}" for i in range(VOCAB_SIZE - 9))]
+    made = RustTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<bos>"])
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def logit_of(model: PreTrainedModel, ids: list[list[int]], token: int) -> Scores:
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return torch.stack([model(input_ids=torch.tensor([row])).logits[0, -1, [token]] for row in ids]).numpy()
 
 
 def yes_less_no(model: PreTrainedModel, ids: list[list[int]], yes: int = 3, no: int = 4) -> Scores:
@@ -601,6 +620,53 @@ def test_a_qwen3_reranker_scores_by_yes_and_no(tied: bool, tmp_path: Path) -> No
     assert (facts.tasks, facts.num_labels, facts.dimensions) == (["score"], 1, 1)
     assert (facts.pair_template, facts.score_activation, facts.pooling) == ("qwen3-reranker", "sigmoid", "last")
     check(engine, yes_less_no(model, sequences()), sequences())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gemma_reranker_scores_by_yes_alone(tied: bool, tmp_path: Path) -> None:
+    model = language_model("Gemma", tie_word_embeddings=tied)
+    engine = make_engine(save_gemma_reranker(model, tmp_path), task="score")
+    facts = engine.hello()
+
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
+    assert (facts.tasks, facts.num_labels, facts.dimensions) == (["score"], 1, 1)
+    assert (facts.pair_template, facts.instruction) == ("bge-reranker-v2-gemma", None)
+    assert (facts.score_activation, facts.pooling) == ("sigmoid", "last")
+    check(engine, logit_of(model, sequences(), 4), sequences())
+
+
+def test_pairs_of_texts_score_by_gemmas_template(tmp_path: Path) -> None:
+    model = language_model("Gemma", max_position_embeddings=80)
+    engine = make_engine(save_gemma_reranker(model, tmp_path), task="score")
+    prompt = (
+        "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing "
+        "a prediction of either 'Yes' or 'No'."
+    )
+    facts = engine.hello()
+    documents = ["w3 w9 w14", "w60 w61", "<bos>"]
+    pairs = pair_tokenizer(facts, Tokenizer(facts)).encode("w50 w2", documents, TruncationRule(allowed=False))
+    words = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    plain = [words.encode(f"A: w50 w2 B: {document} {prompt}").ids for document in documents[:2]]
+
+    scores = embed(engine, [pair.ids.tolist() for pair in pairs], width=1)
+
+    assert [pair.ids.tolist() for pair in pairs[:2]] == plain
+    assert pairs[2].ids.tolist().count(1) == 1
+    np.testing.assert_allclose(scores[:2], logit_of(model, plain, 4), rtol=0, atol=1e-5)
+
+
+def test_a_gemma_scores_only_if_somebody_says_so_and_by_no_other_models_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_gemma_reranker(language_model("Gemma"), tmp_path)
+
+    with caplog.at_level("INFO"):
+        assert make_engine(folder).hello().tasks == ["embed", "tokens"]
+    assert "if it is a bge-reranker-v2-gemma, --task score serves it as one" in caplog.text
+
+    answering_words().save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError, match="no token 'Yes', by which a bge-reranker-v2-gemma answers"):
+        make_engine(folder, task="score")
 
 
 def test_a_stored_head_counts_though_config_json_says_that_it_is_tied(tmp_path: Path) -> None:
@@ -672,7 +738,8 @@ def test_other_answers_are_another_model(tmp_path: Path) -> None:
 def test_of_other_language_models_no_template_is_known(family: str, tmp_path: Path) -> None:
     folder = save_reranker(language_model(family), tmp_path)
 
-    with pytest.raises(ModelError, match="of language models only Qwen3-Reranker"):
+    known = r"Qwen3-Reranker \(Qwen3ForCausalLM\) and bge-reranker-v2-gemma \(GemmaForCausalLM\) are known"
+    with pytest.raises(ModelError, match=f"of language models only {known}"):
         make_engine(folder, task="score")
 
 

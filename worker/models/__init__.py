@@ -80,6 +80,8 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
         "GteForMaskedLM": "gte",
         "ModernBertModel": "modernbert",
         "ModernBertForMaskedLM": "modernbert",
+        "GemmaModel": "gemma",
+        "GemmaForCausalLM": "gemma",  # bge-reranker-v2-gemma
         "Gemma3TextModel": "gemma3",  # EmbeddingGemma
         "Gemma3ForCausalLM": "gemma3",
         "Qwen3Model": "qwen3",
@@ -115,7 +117,7 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
 _HIDDEN_SIZE_FIELDS: Mapping[str, str] = MappingProxyType({"distilbert": "dim", "nomic_bert": "n_embd"})
 
 # Activations of Gemma are larger than float16 can hold.
-_UNSUPPORTED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType({"gemma3": ("float16",)})
+_UNSUPPORTED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType({"gemma": ("float16",), "gemma3": ("float16",)})
 
 # pplx-embed v1, and what pplx-embed-context v1 has besides: the same stack, and its own way with chunks.
 _PPLX, _PPLX_CONTEXT = "PPLXQwen3Model", "PPLXQwen3ContextualModel"

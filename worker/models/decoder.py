@@ -1,4 +1,4 @@
-"""The stack that Llama, Mistral, Qwen2 and Qwen3 share; a file each says what their config.json files mean by it.
+"""The stack that Llama, Mistral, Qwen2, Qwen3 and Gemma share; a file each says what their config.json files mean.
 
 Source: Touvron et al., Llama (2023); names and order of operations as in transformers' LlamaModel, of which the others
 are variants. Queries, keys and values come from one merged product, gate and up from another. The weights are those of
@@ -6,7 +6,8 @@ a language model; its head is not part of an embedding and is not read, tied to 
 
 All of these are causal unless `is_causal` is false. transformers makes such a model see every token since its version
 5, which is how checkpoints that were trained so (gte-Qwen2) are meant; a window then reaches to both sides. Another
-field of that meaning (`use_bidirectional_attention`) is none of these families': it is refused, not guessed at.
+field of that meaning (`use_bidirectional_attention`) is none of these families' but Gemma's, which reads it itself: it
+is refused, not guessed at.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from worker.layers import (
@@ -34,8 +36,6 @@ from worker.rope import Rope
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
-
-    import torch
 
     from worker.files import JsonFile
     from worker.ragged import RaggedBatch
@@ -64,6 +64,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False  # of attention
     mlp_bias: bool = False
+    norm_offset: float = 0.0  # norms scale by weight + offset
+    embedding_scale: float | None = None  # embeddings are multiplied by it, rounded to their dtype first
 
     @property
     def max_positions(self) -> int:
@@ -189,12 +191,15 @@ class DecoderModel(nn.Module):
         self.embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(config.rope)
         self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
-        self.norm = RMSNorm(config.hidden_size, config.epsilon)
+        self.norm = RMSNorm(config.hidden_size, config.epsilon, offset=config.norm_offset)
+        self._embedding_scale = config.embedding_scale
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         hidden: torch.Tensor = self.embeddings(batch.token_ids)  # [tokens, hidden]
         if batch.reference:
             hidden = hidden.float()
+        if self._embedding_scale is not None:
+            hidden.mul_(torch.tensor(self._embedding_scale, dtype=hidden.dtype, device="cpu").item())
         rotation = self.rotary.at(batch)
         for layer in self.layers:
             hidden = layer(hidden, batch, rotation)
@@ -218,7 +223,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
         hidden_size, epsilon = config.hidden_size, config.epsilon
-        self.attention_norm = RMSNorm(hidden_size, epsilon)
+        self.attention_norm = RMSNorm(hidden_size, epsilon, offset=config.norm_offset)
         self.qkv = RotaryQkv(
             hidden_size,
             config.num_heads,
@@ -226,9 +231,10 @@ class DecoderLayer(nn.Module):
             config.head_dim,
             bias=config.qkv_bias,
             epsilon=epsilon if config.qk_norm else None,
+            norm_offset=config.norm_offset,
         )
         self.attention_output = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.output_bias)
-        self.mlp_norm = RMSNorm(hidden_size, epsilon)
+        self.mlp_norm = RMSNorm(hidden_size, epsilon, offset=config.norm_offset)
         self.mlp = GatedMlp(
             hidden_size, config.intermediate_size, config.activation, bias=config.mlp_bias, down_bias=config.mlp_bias
         )
