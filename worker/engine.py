@@ -19,13 +19,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from common.chunks import ChunkTokenizer
-from common.errors import InternalError
-from common.pairs import pair_tokenizer
 from common.protocol import ENCODINGS, FLOAT32, Batch, ModelFacts, max_rows
-from common.tokenization import Tokenizer
 from worker import ragged, selfcheck
 from worker.checkpoint import Checkpoint
+from worker.facts import check_pairs_and_chunks, describe, length_limit
 from worker.files import ModelError
 from worker.heads import load_scores
 from worker.layers import pack_linears
@@ -99,12 +96,10 @@ class Engine:
             if compiling is not None:
                 stages.begin("kernels")
                 compiling.wait()
-        max_tokens = self._model.max_positions
-        if checkpoint.length_limit is not None and checkpoint.length_limit > max_tokens:
+        max_tokens = length_limit(checkpoint, self._model)
+        if max_tokens < (checkpoint.length_limit or 0):
             declared = checkpoint.length_limit
             logger.info("%s: a limit of %d tokens is cut to its %d positions", model.path, declared, max_tokens)
-        elif checkpoint.length_limit is not None:
-            max_tokens = checkpoint.length_limit
         encodings = frozenset(ENCODINGS[name] for name in checkpoint.encodings)
         self._limits = Limits(
             self._model.vocab_size,
@@ -137,36 +132,19 @@ class Engine:
             attention = runner.attention
             how = f"graphs {config.graphs}"
         stages.begin("step size")
-        scoring = checkpoint.scoring
-        self._facts = ModelFacts(
+        self._facts = describe(
+            checkpoint,
+            self._model,
             name=config.served_model_name or model.name,
-            folder=str(checkpoint.folder),
             fingerprint=fingerprint,
-            tokenizer_sha256=checkpoint.tokenizer_sha256,
-            architecture=checkpoint.architecture,
             dtype=dtype_name,
             device=str(self._device),
             attention=attention,
-            dimensions=self._limits.dimensions,
-            max_tokens=max_tokens,
-            vocab_size=self._limits.vocab_size,
-            max_batch_tokens=self._choose_max_batch_tokens(config),
             pooling=output.pooling,
-            normalize=checkpoint.normalize,
-            lower_case=checkpoint.lower_case,
-            tasks=checkpoint.tasks,
-            encodings=checkpoint.encodings,
-            prompts=checkpoint.prompts,
-            default_prompt_name=checkpoint.default_prompt_name,
-            num_labels=0 if scoring is None else scoring.num_labels,
-            score_activation="" if scoring is None else scoring.activation,
-            pair_template="" if scoring is None else scoring.pair_template,
-            instruction=None if scoring is None else scoring.instruction,
-            separator_id=checkpoint.separator_id,
-            include_prompt=checkpoint.include_prompt,
-            has_token_types=self._limits.has_token_types and (scoring is None or scoring.has_token_types),
+            max_batch_tokens=self._choose_max_batch_tokens(config),
         )
-        _check_pairs_and_chunks(self._facts)
+        assert self._facts.dimensions == output.dimensions
+        check_pairs_and_chunks(self._facts)
         if runner is not None:
             stages.begin("self-check")
             how += f", lowest cosine to float32 {self._self_check(runner, output):.6f}"
@@ -319,20 +297,6 @@ class _Stages:
         ends = [begun_s for _, begun_s in self._begun[1:]] + [time.monotonic()]
         parts = [f"{name} {end_s - begun_s:.1f}" for (name, begun_s), end_s in zip(self._begun, ends, strict=True)]
         return f"{ends[-1] - self._begun[0][1]:.1f} s ({', '.join(parts)})"
-
-
-def _check_pairs_and_chunks(facts: ModelFacts) -> None:
-    """Raises ModelError: the tokenizer does not fit what the model is asked; a gateway would only find out later."""
-    if not facts.pair_template and facts.separator_id is None:
-        return
-    try:
-        tokenizer = Tokenizer(facts)
-        if facts.pair_template:
-            pair_tokenizer(facts, tokenizer)
-        if facts.separator_id is not None:
-            ChunkTokenizer(facts, tokenizer)
-    except (OSError, ValueError, InternalError) as error:
-        raise ModelError(f"{facts.folder}: {error}") from None
 
 
 def _check_shapes(checkpoint: Checkpoint) -> None:

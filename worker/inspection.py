@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from common.tokenization import load_tokenizer
 from worker.checkpoint import Checkpoint, read_architecture
+from worker.facts import check_pairs_and_chunks, describe, length_limit
 from worker.files import JsonFile, ModelError, read_file
 from worker.models import build
 from worker.weights import fit, listed, open_weights
@@ -74,6 +75,7 @@ class Inspection:
             self.facts["model"] = _model_facts(model)
         if checkpoint is not None and model is not None:
             self.facts["length"] = _length_facts(checkpoint, model)
+            self._attempt(lambda: check_pairs_and_chunks(describe(checkpoint, model, name=self.name)))
         tokenizer = self._attempt(lambda: _tokenizer_facts(folder))
         if tokenizer is not None:
             self.facts["tokenizer"] = tokenizer
@@ -205,9 +207,9 @@ def _model_facts(model: Model) -> Facts:
 
 def _length_facts(checkpoint: Checkpoint, model: Model) -> Facts:
     """How long a text may be, and which file says so."""
-    limit = checkpoint.length_limit
-    if limit is None or limit > model.max_positions:
-        return {"max_tokens": model.max_positions, "max_tokens_from": "config.json (positions)"}
+    limit = length_limit(checkpoint, model)
+    if limit != checkpoint.length_limit:
+        return {"max_tokens": limit, "max_tokens_from": "config.json (positions)"}
     declared = [(path.name, "max_seq_length") for path in sorted(checkpoint.folder.glob("sentence_*_config.json"))]
     for name, field_name in [*declared, ("tokenizer_config.json", "model_max_length")]:
         if JsonFile.read_optional(checkpoint.folder / name).values.get(field_name) == limit:

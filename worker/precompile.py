@@ -3,7 +3,7 @@
 Triton takes half a second or more to compile a kernel and a model needs some twenty: one after the other they are half
 of a first start. It compiles without the interpreter's lock, so steps of every kind that picks other kernels run here
 on threads of their own, while the weights are being read. What they compute is thrown away. Later starts find the
-kernels in Triton's cache, and this takes them a fraction of a second.
+kernels in Triton's cache, and are through with this before the weights are there.
 
 The threads launch on one stream: some kernels share counters that only one of them at a time may use.
 """

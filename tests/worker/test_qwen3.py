@@ -30,6 +30,7 @@ from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
 from worker.checkpoint import Checkpoint
 from worker.files import ModelError
+from worker.inspection import Inspection
 from worker.loader import load_weights
 from worker.models import build
 from worker.pooling import pool
@@ -296,8 +297,10 @@ def test_a_context_model_whose_separator_is_no_token_is_refused(tmp_path: Path) 
 def test_a_separator_that_is_a_word_like_any_other_is_refused(tmp_path: Path) -> None:
     folder = write_context(tmp_path, {"sep_token": "w4"}, "[SEP]")
 
-    with pytest.raises(ModelError, match=r"tokenizer\.json: the separator 7 is none of its added tokens"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json: the separator 7 is none of its added tokens") as refusal:
         make_engine(folder)
+
+    assert Inspection.of("context", folder).problems == [str(refusal.value)]
 
 
 def test_chunks_are_pooled_on_their_own_and_see_each_other(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             lambda shape, device: _on_cuda(device) or flash_attention_4.unavailable(shape),
             lambda shape, device: FlashAttention4(shape),
             slow_to_open=True,
-            instead="flashinfer_fa3",  # an H200's step of 32,768 tokens takes 4 % longer with it, a start 8 s less
+            instead="flashinfer_fa3",  # on an H200 a text of 32,768 tokens takes 423 ms with it and 422 with this one
             max_rows=flash_attention_4.MAX_ROWS,
         ),
         "torch": Backend(
