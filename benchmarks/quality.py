@@ -501,8 +501,8 @@ class InProcess:
         from common.models import ModelNotFound, find_model
         from common.pairs import pair_tokenizer
         from common.tokenization import Tokenizer, TruncationRule
-        from worker.checkpoint import ModelError
         from worker.engine import Engine
+        from worker.files import ModelError
 
         config = WorkerConfig(run_dir="unused", device="cpu", dtype="float32", task=task)
         try:

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
 
 class Driver:
     """Queues work on streams. All addresses, streams and graphs are integers, as torch gives them."""
@@ -30,7 +34,9 @@ class Driver:
     def copy_in(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         """From pinned memory, which must stay as it is until the stream is past this.
 
-        Raises RuntimeError: the device has failed, now or in something that was queued before.
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it.
+            RuntimeError: the device has failed, now or in something that was queued before.
         """
         if error := self._copy_in(destination, source, num_bytes, stream):
             raise self._error(error)
@@ -48,4 +54,5 @@ class Driver:
     def _error(self, code: int) -> RuntimeError:
         name = ctypes.c_char_p()
         self._error_name(code, ctypes.byref(name))
-        return RuntimeError(f"CUDA error {code}: {(name.value or b'unknown').decode()}")
+        message = f"CUDA error {code}: {(name.value or b'unknown').decode()}"
+        return torch.OutOfMemoryError(message) if code == _OUT_OF_MEMORY else RuntimeError(message)
