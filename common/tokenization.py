@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from common.protocol import ModelFacts
 
 Direction = Literal["left", "right"]
 TokenIds = npt.NDArray[np.int32]
+NameOf = Callable[[int], str]  # from a text's place in a list to how errors call it
 
 # No tokenizer in use makes one token of more than about 20 characters of real text. Beyond this many characters a token
 # of the limit, a text is over-long whatever it says, and is refused unread.
@@ -48,6 +49,11 @@ _MARGIN_TOKENS = 128  # a word of more than 100 characters is one [UNK] in WordP
 
 # Texts that any tokenizer in use makes a token of: with them it shows where it puts special tokens.
 _PROBES = ("a", "0", ".")
+
+
+def input_name(index: int) -> str:
+    """How errors name an input unless a dialect calls its list otherwise."""
+    return f"input[{index}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +261,10 @@ class Tokenizer:
             raise ValueError(f"the model takes {self._max_tokens} tokens; special tokens alone fill that")
         self.reader.check_own_tokens(self.reader.encode([""])[0].ids)
 
-    def encode(self, texts: list[str], truncation: TruncationRule, *, first_index: int | None = 0) -> list[TokenIds]:
+    def encode(self, texts: list[str], truncation: TruncationRule, name_of: NameOf = input_name) -> list[TokenIds]:
         """Token ids of each text, special tokens included, each at least one and at most the model's maximum.
 
-        `first_index` is where `texts` begin in the client's list, for the error's text; None for a lone text.
+        `name_of` is how errors call the text at a place in the list.
 
         Raises:
             InvalidRequest: empty_input, context_length_exceeded, input_too_long or invalid_token_id, naming the text.
@@ -269,7 +275,7 @@ class Tokenizer:
         whole = [text if len(text) <= limit_chars else None for text in texts]
         if not truncation.allowed and None in whole:
             offset = whole.index(None)
-            raise input_too_long(_input_name(first_index, offset), len(texts[offset]), limit_chars)
+            raise input_too_long(name_of(offset), len(texts[offset]), limit_chars)
         encodings = iter(self.reader.encode([text for text in whole if text is not None]))
         rows: list[TokenIds] = []
         for offset, text in enumerate(texts):
@@ -279,17 +285,17 @@ class Tokenizer:
                 ids = next(encodings).ids
                 if len(ids) > self._max_tokens:
                     if not truncation.allowed:
-                        raise context_length_exceeded(_input_name(first_index, offset), len(ids), self._max_tokens)
+                        raise context_length_exceeded(name_of(offset), len(ids), self._max_tokens)
                     ids = self.reader.encode_cut(text, truncation.direction, room)
             if not ids:
-                name = _input_name(first_index, offset)
+                name = name_of(offset)
                 raise InvalidRequest(
                     f"{name} holds nothing that this model's tokenizer makes a token of.",
                     param=name,
                     code="empty_input",
                 )
             assert len(ids) <= self._max_tokens, "truncation left too many tokens: this is a bug"
-            self.reader.check_vocabulary(ids, _input_name(first_index, offset))
+            self.reader.check_vocabulary(ids, name_of(offset))
             rows.append(np.array(ids, dtype=np.int32))
         return rows
 
@@ -306,15 +312,12 @@ class Tokenizer:
         ids = self.reader.encode_cut(prompt, "right", self._max_tokens - self._num_special)
         return len(ids) - (len(ids) > 0 and ids[-1] in self.reader.special_ids)
 
-    def check_ids(self, ids: list[object], truncation: TruncationRule, index: int | None) -> TokenIds:
-        """Token ids that a client sent, as they are: nothing is added, nothing decoded.
-
-        `index` is the sequence's place in the client's list, None for a lone one.
+    def check_ids(self, ids: list[object], truncation: TruncationRule, name: str) -> TokenIds:
+        """Token ids that a client sent, as they are: nothing is added, nothing decoded. Errors call them `name`.
 
         Raises:
             InvalidRequest: empty_input, invalid_type, invalid_token_id or context_length_exceeded, naming the place.
         """
-        name = _input_name(index, 0)
         if not ids:
             raise InvalidRequest(f"{name} is an empty list of token ids.", param=name, code="empty_input")
         if len(ids) > self._max_tokens:
@@ -390,11 +393,6 @@ def _relevant_part(text: str, direction: Direction, num_chars: int) -> str:
     while cut > farthest and not text[cut].isspace():
         cut -= 1
     return text[cut:]
-
-
-def _input_name(first_index: int | None, offset: int) -> str:
-    """How errors name an input: its place in the client's list; a lone one has none."""
-    return "input" if first_index is None else f"input[{first_index + offset}]"
 
 
 def context_length_exceeded(

@@ -6,6 +6,7 @@ import math
 import random
 import uuid
 
+import msgspec
 import orjson
 
 from common.errors import ServiceError
@@ -15,10 +16,36 @@ JSON = "application/json"
 _MAX_REQUEST_ID_CHARS = 128
 
 
-def render_error(error: ServiceError) -> bytes:
+class Error(msgspec.Struct):
+    """What was wrong, where, and what to change."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
     """The one error body of every route."""
-    body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return orjson.dumps({"error": body})
+
+    error: Error
+
+
+class Usage(msgspec.Struct):
+    """Tokens that were run, special ones and prompts included."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+def error_object(error: ServiceError) -> dict[str, str | None]:
+    """An `Error`, to be rendered."""
+    return {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+
+
+def render_error(error: ServiceError) -> bytes:
+    """An `ErrorBody`."""
+    return orjson.dumps({"error": error_object(error)})
 
 
 def error_headers(error: ServiceError) -> dict[str, str]:

@@ -17,13 +17,13 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
-import numpy as np
+import msgspec
 from aiohttp import web
 
 from common import metrics as metrics_module
@@ -40,16 +40,30 @@ from common.errors import (
     TooLarge,
 )
 from common.metrics import Metrics
-from common.protocol import ModelFacts, Spans
+from common.protocol import Spans
 from common.tokenization import TokenIds
 from common.transport import now_ns
+from gateway import openapi
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import KeyCheck
 from gateway.body import BadRequest, read_body
-from gateway.client import Embedded, Options, Readiness, SchedulerClient
+from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
+from gateway.formats import EncodingFormat, check_finite, raw_rows
 from gateway.http import HttpLimits, Server
-from gateway.routes import contextual, openai, operations, rerank
+from gateway.requests import (
+    Asked,
+    ContextualRequest,
+    EmbeddingRequest,
+    Limits,
+    Operation,
+    Outcome,
+    PairsRequest,
+    Request,
+    read_request,
+)
+from gateway.routes import operations, operations_by_path
+from gateway.schema import unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +73,9 @@ _RENDER_ON_LOOP = 65_536  # values, or characters of documents, of an answer; mo
 
 _OCTETS = "application/octet-stream"
 _MODELS_PATH = "/v1/models"
+
+# Of one request whose other inputs are wanted nevertheless: each costs another run of these.
+_MAX_PARTIAL_FAILURES = 64
 
 # How a failure names a sequence: its place among those that were submitted.
 _SEQUENCE = re.compile(r"input\[(\d+)\]")
@@ -101,19 +118,6 @@ class Call:
 Handler = Callable[[Call], Awaitable[web.Response]]
 
 
-class _Asked(Protocol):
-    """What any dialect's request says of the rows that it wants."""
-
-    @property
-    def dimensions(self) -> int: ...
-    @property
-    def normalize(self) -> bool: ...
-    @property
-    def encoding(self) -> str: ...
-    @property
-    def lane(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Route:
     pattern: str  # the metrics' label
@@ -146,18 +150,18 @@ class Gateway:
         self._num_running = 0
         self._draining = False
         self._created_s = int(time.time())
+        self._document = openapi.document()
+        self._limits = Limits(config.max_inputs, config.auto_truncate)
         get = ("GET", "HEAD")
-        answers: dict[str, Handler] = {
-            openai.PATH: self._embed,
-            contextual.PATH: self._embed_in_context,
-            **dict.fromkeys(rerank.RERANK_PATHS, self._rerank),
-            **dict.fromkeys(rerank.SCORE_PATHS, self._score),
-        }
         self._routes = {
-            **{path: _Route(path, ("POST",), partial(self._admitted, answer)) for path, answer in answers.items()},
+            **{
+                path: _Route(path, ("POST",), partial(self._admitted, partial(self._answer, operations)))
+                for path, operations in operations_by_path().items()
+            },
             "/health": _Route("/health", get, self._health),
             "/ready": _Route("/ready", get, self._ready),
             "/info": _Route("/info", get, self._info),
+            "/openapi.json": _Route("/openapi.json", get, self._openapi),
             "/metrics": _Route("/metrics", get, self._metrics_text),
             _MODELS_PATH: _Route(_MODELS_PATH, get, self._models),
         }
@@ -267,130 +271,98 @@ class Gateway:
         finally:
             self._num_running -= 1
 
-    async def _embed(self, call: Call) -> web.Response:
-        config = self._config
-        model, asked = await self._read(
-            call, partial(openai.parse, max_inputs=config.max_inputs, auto_truncate=config.auto_truncate)
-        )
-        sequences, spans = await self._in_time(call, self._sequences(model, asked))
-        num_tokens = sum(map(len, sequences))
-        try:
-            embedded = await self._submit(call, model, asked, sequences, spans=spans)
-            rows = embedded.rows
-            if _OCTETS in call.request.headers.get("Accept", ""):
-                headers = {
-                    "Content-Type": _OCTETS,
-                    "X-Embedding-Shape": f"{rows.shape[0]},{rows.shape[1]}",
-                    "X-Embedding-Dtype": rows.dtype.name,
-                }
-                response = web.Response(body=openai.render_raw(rows, asked.encoding_format), headers=headers)
-            else:
-                render = partial(openai.render, rows, asked.encoding_format, model.facts.name, num_tokens)
-                response = await self._render(call, render, rows.size)
-        except ServiceError as error:
-            if asked.lone and error.param == "input[0]":
-                error.param = "input"
-            raise
-        self._count_inputs(len(sequences), num_tokens)
-        return response
+    async def _answer(self, operations: Sequence[Operation[Any]], call: Call) -> web.Response:
+        model, asked = await self._read(call, operations)
+        request = asked.request
+        raw_format = asked.raw_format if _OCTETS in call.request.headers.get("Accept", "") else None
+        if isinstance(request, EmbeddingRequest):
+            if raw_format is not None and request.partial:
+                raise unsupported("partial", "a bare matrix cannot tell whose rows are missing")
+            outcome = await self._embed(call, model, request)
+        elif isinstance(request, PairsRequest):
+            outcome = await self._score(call, model, request)
+        else:
+            outcome = await self._embed_in_context(call, model, request)
+        if raw_format is not None:
+            return _matrix(outcome.rows, raw_format)
+        begin = now_ns()
+        if outcome.rows.size + asked.num_chars <= _RENDER_ON_LOOP:
+            body = asked.render(outcome)
+        else:
+            body = await self._threads.run(partial(asked.render, outcome))
+        _lap(call, "render_us", begin)
+        return _json(body)
 
-    async def _sequences(
-        self, model: Model, asked: openai.EmbeddingRequest
-    ) -> tuple[list[TokenIds], list[Spans] | None]:
-        """The sequences of a request, and the span of each that is pooled where that is not the whole."""
-        max_tokens = self._config.max_request_tokens
-        if not asked.texts:
-            sequences = await self._encoder.check(
-                model, asked.token_ids, truncation=asked.truncation, lone=asked.lone, max_tokens=max_tokens
-            )
-            return sequences, None
-        sequences = await self._encoder.encode(
-            model,
-            asked.texts,
-            prompt=asked.prompt,
-            truncation=asked.truncation,
-            lone=asked.lone,
-            max_tokens=max_tokens,
+    async def _embed(self, call: Call, model: Model, request: EmbeddingRequest) -> Outcome:
+        encoded = await self._in_time(
+            call, self._encoder.encode_inputs(model, request, max_tokens=self._config.max_request_tokens)
         )
-        return sequences, await self._encoder.spans_after(model, asked.prompt, sequences, lone=asked.lone)
+        while True:
+            try:
+                embedded = await self._submit(call, model, request, encoded.sequences, spans=encoded.spans)
+                break
+            except ServiceError as error:
+                sequence = _sequence_of(error)
+                if sequence is None:
+                    raise
+                error.param = request.inputs.name_of(encoded.places[sequence])
+                if not request.partial or len(encoded.failures) >= _MAX_PARTIAL_FAILURES:
+                    raise
+                # The scheduler answers a request as a whole: the others run again, which is rare.
+                encoded.drop({sequence: error})
+        num_tokens = sum(map(len, encoded.sequences))
+        self._count_inputs(len(encoded.sequences), num_tokens)
+        return Outcome(
+            embedded.rows,
+            model.facts,
+            num_tokens,
+            call.request_id,
+            encoded.failures,
+            encoded.places,
+            None if encoded.spans is None else list(map(len, encoded.spans)),
+        )
 
-    async def _embed_in_context(self, call: Call) -> web.Response:
-        model, asked = await self._read(call, contextual.parse)
-        assert model.chunks is not None, "no other model passes `parse`"
-        max_tokens = min(self._config.max_request_tokens, contextual.MAX_TOKENS)
+    async def _embed_in_context(self, call: Call, model: Model, request: ContextualRequest) -> Outcome:
+        assert model.chunks is not None, "no other model passes the dialect's parser"
+        max_tokens = min(self._config.max_request_tokens, request.max_tokens)
         documents = await self._in_time(
-            call, self._encoder.encode_documents(model.chunks, asked.documents, max_tokens=max_tokens)
+            call, self._encoder.encode_documents(model.chunks, request.documents, max_tokens=max_tokens)
         )
         sequences = [document.ids for document in documents]
         num_tokens = sum(map(len, sequences))
-        embedded = await self._submit(call, model, asked, sequences, spans=[document.spans for document in documents])
-        render = partial(contextual.render, embedded.rows, asked, model.facts.name, num_tokens)
-        response = await self._render(call, render, embedded.rows.size)
+        embedded = await self._submit(call, model, request, sequences, spans=[document.spans for document in documents])
         self._count_inputs(len(embedded.rows), num_tokens)
-        return response
+        return Outcome(embedded.rows, model.facts, num_tokens, call.request_id)
 
-    async def _rerank(self, call: Call) -> web.Response:
-        model, asked = await self._read(call, partial(rerank.parse_rerank, max_inputs=self._config.max_inputs))
-        logits, num_tokens = await self._logits(call, model, asked.pairs)
-        render = partial(
-            rerank.render_rerank, logits, asked, model.facts, request_id=call.request_id, num_tokens=num_tokens
-        )
-        num_chars = sum(map(len, asked.pairs.documents)) if asked.return_documents else 0
-        return await self._render(call, render, num_chars)
-
-    async def _score(self, call: Call) -> web.Response:
-        config = self._config
-        model, asked = await self._read(
-            call, partial(rerank.parse_score, max_inputs=config.max_inputs, auto_truncate=config.auto_truncate)
-        )
-        logits, num_tokens = await self._logits(call, model, asked)
-        render = partial(
-            rerank.render_score, logits, asked, model.facts, request_id=call.request_id, num_tokens=num_tokens
-        )
-        return await self._render(call, render, len(logits))
-
-    async def _logits(self, call: Call, model: Model, asked: rerank.PairsRequest) -> tuple[rerank.Logits, int]:
-        """What the model makes of each pair, and how many tokens it ran for that."""
+    async def _score(self, call: Call, model: Model, request: PairsRequest) -> Outcome:
         assert model.pairs is not None, "a model that scores takes pairs"
         pairs = await self._in_time(
-            call,
-            self._encoder.encode_pairs(
-                model.pairs,
-                asked.queries,
-                asked.documents,
-                truncation=asked.truncation,
-                instruction=asked.instruction,
-                max_document_tokens=asked.max_document_tokens,
-                names=asked.names,
-                max_tokens=self._config.max_request_tokens,
-            ),
+            call, self._encoder.encode_pairs(model.pairs, request, max_tokens=self._config.max_request_tokens)
         )
         type_starts = pairs.type_starts if model.facts.has_token_types else None
         try:
-            embedded = await self._submit(call, model, asked, pairs.sequences, type_starts=type_starts)
+            embedded = await self._submit(call, model, request, pairs.sequences, type_starts=type_starts)
         except ServiceError as error:
-            sequence = _SEQUENCE.fullmatch(error.param or "")
+            sequence = _sequence_of(error)
             if sequence is not None:
-                error.param = asked.names.document(pairs.first_pairs[int(sequence[1])])
+                error.param = request.names.document(pairs.first_pairs[sequence])
             raise
         num_tokens = sum(map(len, pairs.sequences))
         self._count_inputs(len(pairs.places), num_tokens)
-        return np.asarray(embedded.rows[pairs.places, 0], dtype=np.float32), num_tokens
+        return Outcome(embedded.rows[pairs.places], model.facts, num_tokens, call.request_id)
 
     # --- its steps ---
 
-    async def _read(self, call: Call, parse: Callable[[bytes, ModelFacts], T]) -> tuple[Model, T]:
-        """The model that is served, and what `parse` makes of the body."""
+    async def _read(self, call: Call, operations: Sequence[Operation[Any]]) -> tuple[Model, Asked]:
+        """The model that is served, and what is asked of it."""
         config = self._config
         call.deadline_ns = self._deadline_ns(call)
         timeout_s = min(config.body_timeout_s, (call.deadline_ns - now_ns()) / 1e9)
         body = await read_body(call.request, config.max_body_bytes, timeout_s)
         model = await self._encoder.wait_for_model(call.deadline_ns)
         begin = now_ns()
-        if len(body) <= _PARSE_ON_LOOP:
-            asked = parse(body, model.facts)
-        else:
-            asked = await self._threads.run(partial(parse, body, model.facts))
+        read = partial(read_request, body, operations, model.facts, self._limits)
+        asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
         _lap(call, "parse_us", begin)
         return model, asked
 
@@ -411,7 +383,7 @@ class Gateway:
         self,
         call: Call,
         model: Model,
-        asked: _Asked,
+        request: Request,
         sequences: list[TokenIds],
         *,
         type_starts: list[int] | None = None,
@@ -422,10 +394,10 @@ class Gateway:
             sequences,
             Options(
                 fingerprint=model.facts.fingerprint,
-                dimensions=asked.dimensions,
-                normalize=asked.normalize,
-                encoding=asked.encoding,
-                lane=asked.lane,
+                dimensions=request.dimensions,
+                normalize=request.normalize,
+                encoding=request.encoding,
+                lane=request.lane,
                 deadline_ns=call.deadline_ns,
             ),
             type_starts=type_starts,
@@ -433,13 +405,6 @@ class Gateway:
         )
         call.queue_us, call.step_us = embedded.queue_us, embedded.step_us
         return embedded
-
-    async def _render(self, call: Call, render: Callable[[], bytes], size: int) -> web.Response:
-        """The answer; one of more than a few values or characters is rendered on a thread."""
-        begin = now_ns()
-        body = render() if size <= _RENDER_ON_LOOP else await self._threads.run(render)
-        _lap(call, "render_us", begin)
-        return _json(body)
 
     def _count_inputs(self, num_inputs: int, num_tokens: int) -> None:
         self._metrics.input_tokens.inc(num_tokens)
@@ -463,11 +428,11 @@ class Gateway:
     # --- operations ---
 
     async def _health(self, call: Call) -> web.Response:
-        return _json(operations.render_health())
+        return _typed(operations.health())
 
     async def _ready(self, call: Call) -> web.Response:
         readiness = self._readiness()
-        response = _json(operations.render_ready(readiness, self._client.facts))
+        response = _typed(operations.ready(readiness, self._client.facts))
         if readiness.status != "ready":
             response.set_status(503)
             response.headers["Retry-After"] = "1"
@@ -482,18 +447,21 @@ class Gateway:
         return readiness
 
     async def _models(self, call: Call) -> web.Response:
-        return _json(operations.render_models(self._encoder.model.facts, self._created_s))
+        return _typed(operations.models(self._encoder.model.facts, self._created_s))
 
     async def _one_model(self, call: Call) -> web.Response:
         name = unquote(call.path.removeprefix(_MODELS_PATH + "/").removesuffix("/"))
-        return _json(operations.render_model(name, self._encoder.model.facts, self._created_s))
+        return _typed(operations.model(name, self._encoder.model.facts, self._created_s))
 
     async def _info(self, call: Call) -> web.Response:
-        return _json(operations.render_info(self._config, self._client.facts))
+        return _typed(operations.info(self._config, self._client.facts))
 
     async def _metrics_text(self, call: Call) -> web.Response:
         body = await asyncio.to_thread(metrics_module.render, self._config.run_dir)
         return web.Response(body=body, headers={"Content-Type": metrics_module.CONTENT_TYPE})
+
+    async def _openapi(self, call: Call) -> web.Response:
+        return _json(self._document)
 
 
 def _max_connections(config: GatewayConfig) -> int:
@@ -508,8 +476,29 @@ def _check_method(method: str, route: _Route) -> None:
         raise MethodNotAllowed(f"This route takes {' and '.join(route.methods)}.")
 
 
+def _sequence_of(error: ServiceError) -> int | None:
+    """The place, among those that were submitted, of the sequence that a failure names."""
+    found = _SEQUENCE.fullmatch(error.param or "")
+    return None if found is None else int(found[1])
+
+
+def _matrix(rows: Rows, encoding_format: EncodingFormat) -> web.Response:
+    """Rows as they are, little-endian, one after the other."""
+    check_finite(rows, lambda row: f"row {row}")
+    headers = {
+        "Content-Type": _OCTETS,
+        "X-Embedding-Shape": f"{rows.shape[0]},{rows.shape[1]}",
+        "X-Embedding-Dtype": rows.dtype.name,
+    }
+    return web.Response(body=raw_rows(rows, encoding_format), headers=headers)
+
+
 def _json(body: bytes) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": JSON})
+
+
+def _typed(answer: msgspec.Struct) -> web.Response:
+    return _json(msgspec.json.encode(answer))
 
 
 def _lap(call: Call, stage: str, begin: int) -> int:

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -90,9 +90,12 @@ class Embedded:
     step_us: int  # the steps that ran it, added up
 
 
+Status = Literal["ready", "starting", "draining", "unavailable"]
+
+
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    status: str  # ready, starting, draining or unavailable
+    status: Status
     workers_ready: int
     workers_total: int
     reason: str  # one sentence; empty when ready
@@ -234,7 +237,7 @@ class Ledger:
         if self.silent(now_ns) or self._status is None:
             # Welcomed and not told the state yet is still a start.
             starting = self._welcome is None or (self._status is None and not self.silent(now_ns))
-            status = "starting" if starting else "unavailable"
+            status: Status = "starting" if starting else "unavailable"
             return Readiness(status, 0, total, "The scheduler does not answer.")
         if self.facts is None:
             return Readiness(

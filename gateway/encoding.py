@@ -18,7 +18,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -26,11 +26,13 @@ from typing import TypeVar
 import numpy as np
 
 from common.chunks import Chunks, ChunkTokenizer
-from common.errors import InternalError, InvalidRequest, Unavailable
+from common.errors import InternalError, InvalidRequest, ServiceError, Unavailable
 from common.pairs import Pair, PairNames, PairTokenizer, pair_tokenizer
 from common.protocol import ModelFacts, Spans
-from common.tokenization import TokenIds, Tokenizer, TruncationRule
+from common.tokenization import NameOf, TokenIds, Tokenizer, TruncationRule
 from common.transport import now_ns
+from gateway.client import Status
+from gateway.requests import EmbeddingRequest, Inputs, PairsRequest
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,57 @@ class Model:
 
 
 @dataclass(slots=True)
+class EncodedInputs:
+    """Inputs as sequences; of a partial request those that can be, and what is wrong with the others."""
+
+    sequences: list[TokenIds]
+    places: Sequence[int]  # of each sequence, in the client's list
+    failures: dict[int, ServiceError]  # by place
+    spans: list[Spans] | None = None  # of each sequence those that a row is made of; None: one of the whole
+
+    @classmethod
+    def of(cls, encoded: list[TokenIds | InvalidRequest], inputs: Inputs) -> EncodedInputs:
+        """Raises InvalidRequest where there is nothing but errors."""
+        errors = {index: error for index, error in enumerate(encoded) if isinstance(error, InvalidRequest)}
+        of_all = cls(encoded, inputs.places, dict(inputs.failures))  # type: ignore[arg-type]  # errors are dropped next
+        of_all.drop(errors)
+        return of_all
+
+    def drop(self, errors: Mapping[int, ServiceError]) -> None:
+        """Leave out these sequences, for these reasons. Raises the first one where none would be left."""
+        if not errors:
+            return
+        if len(errors) == len(self.sequences):
+            raise next(iter(errors.values()))
+        self.failures |= {self.places[index]: error for index, error in errors.items()}
+        kept = [index for index in range(len(self.sequences)) if index not in errors]
+        self.sequences = [self.sequences[index] for index in kept]
+        self.places = [self.places[index] for index in kept]
+        if self.spans is not None:
+            self.spans = [self.spans[index] for index in kept]
+
+    def leave_out(self, start: int, request: EmbeddingRequest) -> None:
+        """Make rows of what follows the first `start` tokens.
+
+        Raises:
+            InvalidRequest: nothing follows them; of a partial request only where that is true of every input.
+        """
+        errors: dict[int, ServiceError] = {}
+        for index, sequence in enumerate(self.sequences):
+            if start >= len(sequence):
+                name = request.inputs.name_of(self.places[index])
+                errors[index] = InvalidRequest(
+                    f"{name} has no token behind its prompt, and this model's vectors are of what follows the prompt.",
+                    param=name,
+                    code="empty_input",
+                )
+                if not request.partial:
+                    raise errors[index]
+        self.drop(errors)
+        self.spans = [np.array([[start, len(sequence)]], dtype=np.int32) for sequence in self.sequences]
+
+
+@dataclass(slots=True)
 class EncodedPairs:
     """Pairs as sequences, each different one once: what is the same gets the same score, whatever runs beside it."""
 
@@ -108,7 +161,7 @@ class _ShortRequest:
     truncation: TruncationRule
     texts: list[str]
     num_chars: int
-    first_index: int | None
+    name_of: NameOf
     future: asyncio.Future[list[TokenIds]]
 
 
@@ -174,7 +227,7 @@ class Encoder:
         self._short: deque[_ShortRequest] = deque()
         self._short_runs = False  # a batch of them is being tokenized
         self._model: Model | None = None
-        self._status = "starting"
+        self._status: Status = "starting"
         self._reason = "No worker has loaded the model yet."
         self._loading: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # there is a model, or there will be none
@@ -206,7 +259,7 @@ class Encoder:
         return self.model
 
     @property
-    def status(self) -> str:
+    def status(self) -> Status:
         """ready, starting or unavailable."""
         return "ready" if self._model is not None else self._status
 
@@ -238,113 +291,69 @@ class Encoder:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
 
-    async def encode(
-        self,
-        model: Model,
-        texts: list[str],
-        *,
-        prompt: str,
-        truncation: TruncationRule,
-        lone: bool,
-        max_tokens: int,
-    ) -> list[TokenIds]:
-        """The token ids of each text with `prompt` before it.
+    async def encode_inputs(self, model: Model, request: EmbeddingRequest, *, max_tokens: int) -> EncodedInputs:
+        """A sequence of each input: of a text with the prompt before it, of token ids as they are.
 
         Raises:
-            InvalidRequest: a text is too long or holds no token, or all together have too many tokens.
+            InvalidRequest: an input is too long, holds no token or what is no token id, or all together have too many
+                tokens. Of a partial request only where that is true of every input.
             InternalError: the tokenizer failed.
         """
-        num_chars = sum(map(len, texts)) + len(prompt) * len(texts)
-        if len(texts) <= _SHORT_INPUTS and num_chars <= _SHORT_CHARS:
-            if prompt:
-                texts = [prompt + text for text in texts]
-            request = _ShortRequest(
-                model, truncation, texts, num_chars, None if lone else 0, asyncio.get_running_loop().create_future()
-            )
-            self._short.append(request)
-            self._run_short()
-            sequences = await request.future
-            _check_num_tokens(len(sequences), sum(map(len, sequences)), max_tokens)
-            return sequences
-
-        def encode_part(start: int, stop: int) -> list[TokenIds]:
-            part = texts[start:stop]
-            if prompt:
-                part = [prompt + text for text in part]
-            return model.tokenizer.encode(part, truncation, first_index=None if lone else start)
-
-        return await self._in_parts(encode_part, [len(prompt) + len(text) for text in texts], len, max_tokens)
-
-    async def spans_after(
-        self, model: Model, prompt: str, sequences: list[TokenIds], *, lone: bool
-    ) -> list[Spans] | None:
-        """Where the tokens behind the prompt are in each of these texts, one span each; None for a model that pools its
-        prompts like any other text.
-
-        Raises:
-            InvalidRequest: a text has nothing behind the prompt.
-            InternalError: the tokenizer failed.
-        """
-        if model.facts.include_prompt or not prompt:
-            return None
-        start = await self._threads.run(partial(model.tokenizer.prompt_length, prompt))
-        for index, sequence in enumerate(sequences):
-            if start >= len(sequence):
-                name = "input" if lone else f"input[{index}]"
-                raise InvalidRequest(
-                    f"{name} has no token behind its prompt, and this model's vectors are of what follows the prompt.",
-                    param=name,
-                    code="empty_input",
-                )
-        return [np.array([[start, len(sequence)]], dtype=np.int32) for sequence in sequences]
-
-    async def check(
-        self,
-        model: Model,
-        token_ids: list[list[object]],
-        *,
-        truncation: TruncationRule,
-        lone: bool,
-        max_tokens: int,
-    ) -> list[TokenIds]:
-        """The client's own lists of token ids, checked against the vocabulary.
-
-        Raises:
-            InvalidRequest: a list is empty, too long or holds what is no token id, or all together are too many.
-        """
-
-        if not truncation.allowed:
+        inputs = request.inputs
+        if inputs.token_ids and not request.truncation.allowed:
             # Before anything looks at each of them: a body may hold millions.
-            _check_num_tokens(len(token_ids), sum(map(len, token_ids)), max_tokens)
+            _check_num_tokens(len(inputs), sum(map(len, inputs.token_ids)), max_tokens)
+        if inputs.texts and self._is_short(request):
+            sequences: list[TokenIds | InvalidRequest] = [*await self._encode_short(model, request)]
+            _check_num_tokens(len(sequences), sum(map(_num_tokens, sequences)), max_tokens)
+        else:
+            sizes = [len(request.prompt) + len(text) for text in inputs.texts] or list(map(len, inputs.token_ids))
+            sequences = await self._in_parts(partial(_encode_part, model, request), sizes, _num_tokens, max_tokens)
+        encoded = EncodedInputs.of(sequences, inputs)
+        if request.by_token:
+            encoded.spans = [_each_token(len(sequence)) for sequence in encoded.sequences]
+        elif request.prompt and not model.facts.include_prompt:
+            start = await self._threads.run(partial(model.tokenizer.prompt_length, request.prompt))
+            encoded.leave_out(start, request)
+        return encoded
 
-        def check_part(start: int, stop: int) -> list[TokenIds]:
-            return [
-                model.tokenizer.check_ids(token_ids[index], truncation, None if lone else index)
-                for index in range(start, stop)
-            ]
+    def _is_short(self, request: EmbeddingRequest) -> bool:
+        texts = request.inputs.texts
+        return (
+            len(texts) <= _SHORT_INPUTS
+            and not request.partial
+            and sum(map(len, texts)) + len(request.prompt) * len(texts) <= _SHORT_CHARS
+        )
 
-        return await self._in_parts(check_part, list(map(len, token_ids)), len, max_tokens)
+    def _encode_short(self, model: Model, request: EmbeddingRequest) -> asyncio.Future[list[TokenIds]]:
+        texts = request.inputs.texts
+        if request.prompt:
+            texts = [request.prompt + text for text in texts]
+        short = _ShortRequest(
+            model,
+            request.truncation,
+            texts,
+            sum(map(len, texts)),
+            request.inputs.name,
+            asyncio.get_running_loop().create_future(),
+        )
+        self._short.append(short)
+        self._run_short()
+        return short.future
 
-    async def encode_pairs(
-        self,
-        tokenizer: PairTokenizer,
-        queries: list[str],
-        documents: list[str],
-        *,
-        truncation: TruncationRule,
-        instruction: str | None,
-        max_document_tokens: int | None,
-        names: PairNames,
-        max_tokens: int,
-    ) -> EncodedPairs:
-        """The pair of each document with its own query, or with the only one. `names` is how errors name them.
+    async def encode_pairs(self, tokenizer: PairTokenizer, request: PairsRequest, *, max_tokens: int) -> EncodedPairs:
+        """The pair of each document with its own query, or with the only one.
 
         Raises:
             InvalidRequest: a pair is too long, or all together have too many tokens; see PairTokenizer.
             InternalError: the tokenizer failed.
         """
+        queries, documents, names = request.queries, request.documents, request.names
         encode = partial(
-            tokenizer.encode, truncation=truncation, instruction=instruction, max_document_tokens=max_document_tokens
+            tokenizer.encode,
+            truncation=request.truncation,
+            instruction=request.instruction,
+            max_document_tokens=request.max_document_tokens,
         )
         encoded = EncodedPairs()
 
@@ -366,8 +375,8 @@ class Encoder:
             sizes = [size + len(query) for size, query in zip(sizes, queries, strict=True)]
         elif tokenizer.rereads_query:
             sizes = [size + len(queries[0]) for size in sizes]
-        if tokenizer.rereads_query and instruction is not None:
-            sizes = [size + len(instruction) for size in sizes]
+        if tokenizer.rereads_query and request.instruction is not None:
+            sizes = [size + len(request.instruction) for size in sizes]
         await self._in_parts(
             encode_part, sizes, lambda pair: len(pair.ids), max_tokens, name=names.documents, noun="pairs"
         )
@@ -469,6 +478,44 @@ class Encoder:
         logger.info("serving %s: %d dimensions, %d tokens", facts.name, facts.dimensions, facts.max_tokens)
 
 
+def _encode_part(model: Model, request: EmbeddingRequest, start: int, stop: int) -> list[TokenIds | InvalidRequest]:
+    """The sequences of a range of inputs; of a partial request what is wrong with one stands in its place."""
+    inputs, truncation, tokenizer = request.inputs, request.truncation, model.tokenizer
+
+    def encode(first: int, last: int) -> list[TokenIds]:
+        if inputs.texts:
+            texts = inputs.texts[first:last]
+            if request.prompt:
+                texts = [request.prompt + text for text in texts]
+            return tokenizer.encode(texts, truncation, lambda offset: inputs.name(first + offset))
+        return [
+            tokenizer.check_ids(inputs.token_ids[index], truncation, inputs.name(index)) for index in range(first, last)
+        ]
+
+    try:
+        return [*encode(start, stop)]
+    except InvalidRequest:
+        if not request.partial:
+            raise
+    encoded: list[TokenIds | InvalidRequest] = []
+    for index in range(start, stop):
+        try:
+            encoded += encode(index, index + 1)
+        except InvalidRequest as error:
+            encoded.append(error)
+    return encoded
+
+
+def _num_tokens(encoded: TokenIds | InvalidRequest) -> int:
+    return 0 if isinstance(encoded, InvalidRequest) else len(encoded)
+
+
+def _each_token(num_tokens: int) -> Spans:
+    """A span of each token: int32 [tokens, 2]."""
+    starts = np.arange(num_tokens, dtype=np.int32)
+    return np.stack((starts, starts + 1), axis=1)
+
+
 def _encode_together(batch: list[_ShortRequest]) -> list[list[TokenIds] | BaseException]:
     """What becomes of each request of a batch. It never raises: one request's error is its own."""
     if len(batch) > 1:
@@ -483,7 +530,7 @@ def _encode_together(batch: list[_ShortRequest]) -> list[list[TokenIds] | BaseEx
 
 def _encode_alone(request: _ShortRequest) -> list[TokenIds] | BaseException:
     try:
-        return request.model.tokenizer.encode(request.texts, request.truncation, first_index=request.first_index)
+        return request.model.tokenizer.encode(request.texts, request.truncation, request.name_of)
     except BaseException as error:  # noqa: BLE001  # handed to the one that waits
         return error
 

@@ -1,4 +1,4 @@
-"""How a client asks for vectors and how they are written: the same on every route that answers with some. No I/O.
+"""How a client asks for vectors and scores and how they are written, on every route that answers with some. No I/O.
 
 `float` and `base64` are float32 whatever the model. The quantised formats are made, by a model that declares a
 quantiser, from the vector as it pools it, so they are the same whatever the checkpoint's own normalisation; asking for
@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from common.errors import InvalidRequest, NonfiniteOutput
 from common.protocol import ModelFacts
 from gateway.client import Rows
-from gateway.schema import Fields, optional_choice, optional_flag, optional_integer, optional_text, unsupported
+from gateway.schema import check_at_most, unsupported
+
+Logits = npt.NDArray[np.float32]  # [pairs], or [pairs, labels]
 
 EncodingFormat = Literal["float", "base64", "base64_int8", "base64_binary", "base64_ubinary"]
 
@@ -34,37 +37,39 @@ ENCODINGS: dict[EncodingFormat, str] = {
 _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
-def parse_encoding_format(fields: Fields, facts: ModelFacts) -> EncodingFormat:
-    """Raises InvalidRequest: unsupported_parameter for a format that this model does not make, else invalid_value."""
-    value = optional_text(fields, "encoding_format")
+def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> EncodingFormat:
+    """The format; `float` unless named. Raises InvalidRequest (unsupported_parameter) where the model lacks it."""
     if value is None:
         return "float"
-    served = [name for name, encoding in ENCODINGS.items() if encoding in facts.encodings]
-    if value in ENCODINGS and value not in served:
+    if ENCODINGS[value] not in facts.encodings:
+        served = [name for name, encoding in ENCODINGS.items() if encoding in facts.encodings]
         raise unsupported("encoding_format", f"this model does not make it; use one of: {', '.join(served)}")
-    optional_choice(fields, "encoding_format", served)
-    return value  # type: ignore[return-value]  # one of those
+    return value
 
 
-def parse_dimensions(fields: Fields, facts: ModelFacts, encoding_format: EncodingFormat) -> int:
-    """Raises InvalidRequest: out_of_range or invalid_type; invalid_value where bits would not fill their bytes."""
-    dimensions = optional_integer(fields, "dimensions", 1, facts.dimensions)
-    if dimensions is None:
-        dimensions = facts.dimensions
-    if dimensions % 8 and ENCODINGS[encoding_format] == "binary":
-        raise InvalidRequest(
-            f"dimensions must be a multiple of 8 where each is one bit, and is {dimensions}.", param="dimensions"
-        )
+def check_dimensions(value: int | None, facts: ModelFacts, encoding: str, name: str = "dimensions") -> int:
+    """How many, all of them unless a number was named.
+
+    Raises:
+        InvalidRequest: out_of_range; invalid_value where bits would not fill their bytes.
+    """
+    dimensions = facts.dimensions if value is None else value
+    check_at_most(name, dimensions, facts.dimensions)
+    if dimensions % 8 and encoding == "binary":
+        raise InvalidRequest(f"{name} must be a multiple of 8 where each is one bit, and is {dimensions}.", param=name)
     return dimensions
 
 
-def parse_normalize(fields: Fields, facts: ModelFacts, encoding_format: EncodingFormat) -> bool:
-    """Raises InvalidRequest: invalid_type, or unsupported_parameter where a quantised vector is to be normalised."""
-    normalize = optional_flag(fields, "normalize")
-    if ENCODINGS[encoding_format] == "float32":
-        return facts.normalize if normalize is None else normalize
-    if normalize:
-        raise unsupported("normalize", f"{encoding_format} is made from the vector before any normalisation")
+def check_normalize(value: bool | None, facts: ModelFacts, encoding: str) -> bool:
+    """As the checkpoint declares it, unless a client says.
+
+    Raises:
+        InvalidRequest: unsupported_parameter where a quantised vector is to be normalised.
+    """
+    if encoding == "float32":
+        return facts.normalize if value is None else value
+    if value:
+        raise unsupported("normalize", f"{encoding} is made from the vector before any normalisation")
     return False
 
 
@@ -92,6 +97,20 @@ def json_rows(rows: Rows, encoding_format: EncodingFormat) -> Iterator[bytes]:
         num_bytes = len(data) // len(rows)
         for start in range(0, len(data), num_bytes):
             yield b'"%b"' % binascii.b2a_base64(data[start : start + num_bytes], newline=False)
+
+
+def scores_of(logits: Logits, activation: str, *, raw: bool) -> npt.NDArray[np.float32]:
+    """What clients read: float32 [pairs]. The sigmoid is computed in float64 and rounded once."""
+    if raw or activation == "identity":
+        return logits
+    assert activation == "sigmoid", f"the worker told of an activation {activation!r}: this is a bug"
+    with np.errstate(over="ignore"):  # of exp(-logit): an infinity there is a score of 0
+        return (1 / (1 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
+
+
+def decimals(scores: npt.NDArray[np.float32]) -> list[bytes]:
+    """Each as the shortest decimal that gives float32 back."""
+    return orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
 
 
 def raw_rows(rows: Rows, encoding_format: EncodingFormat) -> bytes:

@@ -1,20 +1,27 @@
 """From a body's bytes to checked values: what every dialect's parser is built of. No I/O.
 
-Hand-written checks rather than a schema library, for two reasons: an error must name the field, the place in the
-list and the limit in our own codes, and the common body (one text, one model) must cost microseconds.
+A dialect declares its body as a msgspec Struct: the same fields, types and bounds check what comes in and make
+/openapi.json. What msgspec finds wrong is told in our own codes: a client's handler wants the field, the place in the
+list and the limit, and nobody's text may stand in an error. What depends on the model, and what msgspec's types cannot
+say (a list of texts or of token ids), a dialect checks by hand.
 
-A field that is null counts as absent, unless a dialect says otherwise. Of a key that comes twice the last one wins.
+The JSON itself is read by orjson, whose word on what is JSON has held so far (msgspec takes 1e999); the second pass
+costs a quarter of a microsecond. A field that is null counts as absent, unless a dialect says otherwise. Of a key that
+comes twice the last one wins.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
+import msgspec
 import orjson
+from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest, NotFound
+from common.protocol import ModelFacts
 
 Fields = dict[str, object]
 
@@ -22,17 +29,49 @@ Fields = dict[str, object]
 _BEYOND_INTEGERS = 2.0**63
 
 _MAX_NAME_CHARS = 64
-_MAX_USER_CHARS = 256
-
-# What clients send along on every route, and what is accepted unread: none of it can change an answer.
-IGNORED = frozenset({"metadata", "priority", "request_id", "timeout"})
-
-_LANES = ("online", "backfill")
 
 # What a model that lacks a task does not do.
-_LACKS = {"embed": "makes no embeddings", "score": "gives pairs of texts no scores"}
+_LACKS = {
+    "embed": "makes no embeddings",
+    "score": "gives texts no scores",
+    "sparse": "makes no sparse embeddings",
+}
+
+# msgspec's names of what was expected, for people.
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "array": "a list",
+    "object": "an object",
+}
 
 _ORGANISATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/")
+_EXPECTED = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `[^`]*`)?(?: - at `\$\.(.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`(?: - at `\$\.(.*)`)?")
+_BAD_CHOICE = re.compile(r"Invalid enum value .* - at `\$\.(.*)`", re.DOTALL)
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What any route of any dialect takes. Of the fields that clients send along, none can change an answer."""
+
+    model: Annotated[
+        str | UnsetType,
+        Meta(description="The served name, with or without its organisation; left out, the model that is served."),
+    ] = UNSET
+    lane: Annotated[
+        Literal["online", "backfill"] | None, Meta(description="Backfill waits while anything online is there.")
+    ] = None
+    stream: Annotated[bool | None, Meta(description="Nothing is streamed: only false.")] = None
+    user: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="Says nothing here.")] = None
+    metadata: Annotated[Any, Meta(description="Accepted and not read.")] = None
+    priority: Annotated[Any, Meta(description="Accepted and not read.")] = None
+    request_id: Annotated[Any, Meta(description="Accepted and not read.")] = None
+    timeout: Annotated[Any, Meta(description="Accepted and not read.")] = None
+
+
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 def parse_object(body: bytes) -> Fields:
@@ -50,57 +89,21 @@ def parse_object(body: bytes) -> Fields:
     return value
 
 
-def check_names(fields: Fields, known: Collection[str]) -> None:
-    """Refuse a field that nobody reads: a silently ignored `dimension` is a wrong vector.
+def typed(fields: Fields, body: type[B]) -> B:
+    """The fields of an object as the Struct that declares them.
 
     Raises:
-        InvalidRequest: unknown_field, naming the first one.
+        InvalidRequest: unknown_field (a silently ignored `dimension` is a wrong vector), invalid_type, invalid_value or
+            out_of_range, naming the first field that is wrong.
     """
+    known = body.__struct_encode_fields__
     for name in fields:
         if name not in known:
-            shown = name if name.isprintable() and len(name) <= _MAX_NAME_CHARS else None
-            raise InvalidRequest(
-                f"There is no field {shown}. Check its spelling." if shown else "A field's name is not one we know.",
-                param=shown,
-                code="unknown_field",
-            )
-
-
-def optional_text(fields: Fields, name: str) -> str | None:
-    """Raises InvalidRequest (invalid_type) for anything but a string or null."""
-    value = fields.get(name)
-    if value is None or type(value) is str:
-        return value
-    raise wrong_type(name, "a string")
-
-
-def optional_flag(fields: Fields, name: str) -> bool | None:
-    """Raises InvalidRequest (invalid_type) for anything but true, false or null."""
-    value = fields.get(name)
-    if value is None or type(value) is bool:
-        return value
-    raise wrong_type(name, "true or false")
-
-
-def optional_choice(fields: Fields, name: str, choices: Collection[str]) -> str | None:
-    """Raises InvalidRequest: invalid_type for what is no string, invalid_value for a string not among `choices`."""
-    value = optional_text(fields, name)
-    if value is None or value in choices:
-        return value
-    raise InvalidRequest(f"{name} must be one of: {', '.join(sorted(choices))}.", param=name)
-
-
-def optional_integer(fields: Fields, name: str, minimum: int, maximum: int) -> int | None:
-    """Raises InvalidRequest: invalid_type for what is no whole number, out_of_range for one outside the bounds."""
-    value = fields.get(name)
-    if value is None:
-        return None
-    beyond = type(value) is float and math.fabs(value) >= _BEYOND_INTEGERS
-    if type(value) is not int and not beyond:
-        raise wrong_type(name, "a whole number")
-    if beyond or not minimum <= value <= maximum:  # type: ignore[operator]  # an int by now
-        raise InvalidRequest(f"{name} must be from {minimum} to {maximum}.", param=name, code="out_of_range")
-    return value  # type: ignore[return-value]  # an int by now
+            raise _unknown_field(name)
+    try:
+        return msgspec.convert(fields, body)
+    except msgspec.ValidationError as error:
+        raise _mismatch(str(error), fields, body) from None
 
 
 def check_texts(texts: list[object], name: str, purpose: str = "embed") -> list[str]:
@@ -112,59 +115,46 @@ def check_texts(texts: list[object], name: str, purpose: str = "embed") -> list[
     if set(map(type, texts)) == {str} and "" not in texts:
         return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
     for index, text in enumerate(texts):
-        if type(text) is not str:
-            raise wrong_type(f"{name}[{index}]", "a string")
-        if not text:
-            raise empty_input(f"{name}[{index}]", purpose)
+        check_text(text, f"{name}[{index}]", purpose)
     raise AssertionError("no text is wrong: this is a bug")
 
 
-def check_model(fields: Fields, name: str) -> None:
-    """Pass where `model` means the one served as `name`, or is left out.
+def check_text(text: object, name: str, purpose: str = "embed") -> str:
+    """The text. Raises InvalidRequest: invalid_type or empty_input where it is no string, or an empty one."""
+    if type(text) is not str:
+        raise wrong_type(name, "a string")
+    if not text:
+        raise empty_input(name, purpose)
+    return text
+
+
+def check_body(body: Body, facts: ModelFacts, task: str) -> None:
+    """Pass where the model that is served is the one that is meant and does what is asked of it.
 
     Raises:
-        InvalidRequest: invalid_type or missing_field.
         NotFound: model_not_found.
+        InvalidRequest: missing_field; wrong_task, see ModelFacts.tasks; unsupported_parameter of a stream.
     """
-    if "model" not in fields:
-        return
-    model = fields["model"]
-    if type(model) is not str:
-        raise InvalidRequest(
-            "model must be a string; leave it out to use the one served.", param="model", code="invalid_type"
-        )
-    if not model:
-        raise InvalidRequest("model is empty; leave it out to use the one served.", param="model", code="missing_field")
-    if not is_served(model, name):
-        raise NotFound(
-            "This model is not served here; GET /v1/models lists what is.", param="model", code="model_not_found"
-        )
-
-
-def check_task(task: str, tasks: Collection[str]) -> None:
-    """Raises InvalidRequest (wrong_task) where the model that is served does other things; see ModelFacts.tasks."""
-    if task not in tasks:
-        raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(tasks)}")
-
-
-def check_user(fields: Fields) -> None:
-    """Raises InvalidRequest (invalid_type) for a `user` that is no string, or too long a one. It says nothing here."""
-    user = optional_text(fields, "user")
-    if user is not None and len(user) > _MAX_USER_CHARS:
-        raise InvalidRequest(
-            f"user may have {_MAX_USER_CHARS} characters; this one has {len(user)}.", param="user", code="invalid_type"
-        )
-
-
-def check_not_streamed(fields: Fields) -> None:
-    """Raises InvalidRequest: unsupported_parameter where `stream` asks for a stream."""
-    if optional_flag(fields, "stream"):
+    model = body.model
+    if isinstance(model, str):
+        if not model:
+            raise InvalidRequest(
+                "model is empty; leave it out to use the one served.", param="model", code="missing_field"
+            )
+        if not is_served(model, facts.name):
+            raise NotFound(
+                "This model is not served here; GET /v1/models lists what is.", param="model", code="model_not_found"
+            )
+    if task not in facts.tasks:
+        raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(facts.tasks)}")
+    if body.stream:
         raise unsupported("stream", "what this route answers is not streamed")
 
 
-def lane_of(fields: Fields) -> str:
-    """The scheduler's lane that a client asks for. Raises InvalidRequest for one that there is not."""
-    return optional_choice(fields, "lane", _LANES) or "online"
+def check_at_most(name: str, value: int, maximum: int) -> None:
+    """Raises InvalidRequest (out_of_range) for a value above what the model allows."""
+    if value > maximum:
+        raise InvalidRequest(f"{name} must be from 1 to {maximum}.", param=name, code="out_of_range")
 
 
 def is_served(model: str, name: str) -> bool:
@@ -201,6 +191,60 @@ def wrong_task(reason: str) -> InvalidRequest:
 
 def wrong_type(name: str, wanted: str) -> InvalidRequest:
     return InvalidRequest(f"{name} must be {wanted}.", param=name, code="invalid_type")
+
+
+def _unknown_field(name: str) -> InvalidRequest:
+    shown = name if name.isprintable() and len(name) <= _MAX_NAME_CHARS else None
+    return InvalidRequest(
+        f"There is no field {shown}. Check its spelling." if shown else "A field's name is not one we know.",
+        param=shown,
+        code="unknown_field",
+    )
+
+
+def _mismatch(message: str, fields: Fields, body: type[msgspec.Struct]) -> InvalidRequest:
+    """msgspec's message in our codes. It may quote the client, so that nothing of it but types and bounds is passed on.
+
+    Its words are those of the msgspec that pyproject.toml asks for; tests/gateway/test_schema.py has each of them.
+    """
+    if found := _MISSING.fullmatch(message):
+        name = f"{found[2]}.{found[1]}" if found[2] else found[1]
+        return InvalidRequest(f"{name} is missing.", param=name, code="invalid_type")
+    if found := _BAD_CHOICE.fullmatch(message):
+        name = found[1]
+        choices = ", ".join(sorted(_choices(body, name)))
+        return InvalidRequest(f"{name} must be one of: {choices}.", param=name)
+    if found := _EXPECTED.fullmatch(message):
+        types, bound, name = found[1], found[2].strip(), found[3]
+        if bound:
+            # A length is no number that was sent: a text of that many characters is no `user`, say.
+            code = "invalid_type" if bound.startswith("of length") else "out_of_range"
+            return InvalidRequest(f"{name} must be {_words(types)} {bound}.", param=name, code=code)
+        value = fields.get(name)
+        if "int" in types.split(" | ") and type(value) is float and math.fabs(value) >= _BEYOND_INTEGERS:
+            return InvalidRequest(f"{name} is too large.", param=name, code="out_of_range")
+        return wrong_type(name, _words(types))
+    # Whatever else it is, the place at its end is made of our names.
+    _, _, place = message.rpartition(" - at `$.")
+    name = place.removesuffix("`") or None
+    return InvalidRequest(f"{name or 'The body'} is not what this route takes.", param=name, code="invalid_type")
+
+
+def _words(types: str) -> str:
+    return " or ".join(_WORDS.get(name, name) for name in types.split(" | ") if name != "null")
+
+
+def _choices(body: type[msgspec.Struct], path: str) -> list[str]:
+    """The values that the field at a path allows. (Paths of bodies lead through lists and no further.)"""
+    return _literals(get_type_hints(body)[path.partition("[")[0]])
+
+
+def _literals(annotation: object) -> list[str]:
+    return [
+        value
+        for argument in get_args(annotation)
+        for value in ([argument] if isinstance(argument, str) else _literals(argument))
+    ]
 
 
 def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:

@@ -7,36 +7,31 @@ are formats: `float` is the default here, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import orjson
+from msgspec import Meta
 
 from common.protocol import ModelFacts, cu_seqlens
-from gateway.answers import render_usage
-from gateway.client import Rows
+from gateway.answers import Usage, render_usage
 from gateway.formats import (
     ENCODINGS,
     EncodingFormat,
+    check_dimensions,
+    check_encoding_format,
     check_finite,
+    check_normalize,
     json_rows,
-    parse_dimensions,
-    parse_encoding_format,
-    parse_normalize,
 )
+from gateway.requests import Asked, ContextualRequest, Limits, Operation, Outcome, lane_of
 from gateway.schema import (
-    IGNORED,
-    Fields,
-    check_model,
-    check_names,
-    check_not_streamed,
-    check_task,
+    Body,
+    check_body,
     check_texts,
-    check_user,
     empty_input,
-    lane_of,
-    optional_flag,
-    parse_object,
     too_many_inputs,
     unsupported,
     wrong_task,
@@ -50,85 +45,96 @@ MAX_TOKENS = 120_000
 MAX_DOCUMENTS = 512
 MAX_CHUNKS = 16_000
 
-_KNOWN = IGNORED | {
-    "input",
-    "model",
-    "encoding_format",
-    "dimensions",
-    "normalize",
-    "truncate",
-    "user",
-    "lane",
-    "stream",
-}
+_TEXT = {"type": "string", "minLength": 1}
+_DOCUMENT = {"type": "array", "items": _TEXT, "minItems": 1}
+_INPUT_SCHEMA = {"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": MAX_DOCUMENTS}
 
 
-@dataclass(frozen=True, slots=True)
-class ContextualRequest:
-    """What a client asked for, every default filled in."""
+class ContextualBody(Body, kw_only=True):
+    """Documents in chunks."""
 
-    documents: list[list[str]]  # in chunks
-    dimensions: int
-    normalize: bool
-    lane: str
-    encoding_format: EncodingFormat
-
-    @property
-    def encoding(self) -> str:
-        return ENCODINGS[self.encoding_format]
+    input: Annotated[Any, Meta(description="Documents, each a list of chunks.", extra_json_schema=_INPUT_SCHEMA)]
+    encoding_format: Annotated[
+        EncodingFormat | None, Meta(description="As of /v1/embeddings; `float` unless said otherwise.")
+    ] = None
+    dimensions: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="As of /v1/embeddings.")] = None
+    normalize: Annotated[bool | None, Meta(description="As of /v1/embeddings.")] = None
+    truncate: Annotated[bool | None, Meta(description="Only false: a chunk that is cut off has no vector.")] = None
 
 
-def parse(body: bytes, facts: ModelFacts) -> ContextualRequest:
+class ChunkEmbedding(msgspec.Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: Annotated[list[float] | str, Meta(description="Numbers, or base64.")]
+
+
+class DocumentEmbeddings(msgspec.Struct):
+    """A vector of each chunk of a document, in their order."""
+
+    object: Literal["list"]
+    index: int
+    data: list[ChunkEmbedding]
+
+
+class ContextualEmbeddings(msgspec.Struct):
+    object: Literal["list"]
+    model: str
+    data: list[DocumentEmbeddings]
+    usage: Usage
+
+
+def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> Asked:
     """The request of a body, checked as far as it can be without a tokenizer.
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
         NotFound: model_not_found.
     """
-    fields = parse_object(body)
-    check_names(fields, _KNOWN)
-    check_model(fields, facts.name)
-    check_task("embed", facts.tasks)
+    check_body(body, facts, "embed")
     if facts.separator_id is None:
         raise wrong_task("has no token that stands between the chunks of a document; use /v1/embeddings")
-    check_not_streamed(fields)
-    encoding_format = parse_encoding_format(fields, facts)
-    dimensions = parse_dimensions(fields, facts, encoding_format)
-    normalize = parse_normalize(fields, facts, encoding_format)
-    if optional_flag(fields, "truncate"):
+    encoding_format = check_encoding_format(body.encoding_format, facts)
+    encoding = ENCODINGS[encoding_format]
+    if body.truncate:
         raise unsupported("truncate", "a chunk that is cut off would have no vector")
-    check_user(fields)
-    lane = lane_of(fields)
-    return ContextualRequest(_parse_input(fields), dimensions, normalize, lane, encoding_format)
+    documents = _parse_input(body.input)
+    request = ContextualRequest(
+        documents=documents,
+        dimensions=check_dimensions(body.dimensions, facts, encoding),
+        normalize=check_normalize(body.normalize, facts, encoding),
+        encoding=encoding,
+        lane=lane_of(body),
+        max_tokens=MAX_TOKENS,
+    )
+    return Asked(request, partial(render, documents=documents, encoding_format=encoding_format))
 
 
-def render(rows: Rows, asked: ContextualRequest, model: str, num_tokens: int) -> bytes:
+def render(outcome: Outcome, *, documents: list[list[str]], encoding_format: EncodingFormat) -> bytes:
     """The answer's body: a list a document, in it a vector a chunk.
 
     Raises:
         NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
     """
-    starts = cu_seqlens(np.fromiter(map(len, asked.documents), dtype=np.int32, count=len(asked.documents)))
+    starts = cu_seqlens(np.fromiter(map(len, documents), dtype=np.int32, count=len(documents)))
 
     def name_of(row: int) -> str:
         document = int(np.searchsorted(starts, row, side="right")) - 1
         return f"input[{document}][{row - starts[document]}]"
 
-    check_finite(rows, name_of)
-    written = json_rows(rows, asked.encoding_format)
-    pieces = [b'{"object":"list","model":', orjson.dumps(model), b',"data":[']
-    for index, chunks in enumerate(asked.documents):
+    check_finite(outcome.rows, name_of)
+    written = json_rows(outcome.rows, encoding_format)
+    pieces = [b'{"object":"list","model":', orjson.dumps(outcome.facts.name), b',"data":[']
+    for index, chunks in enumerate(documents):
         pieces.append(b'{"object":"list","index":%d,"data":[' % index)
         for chunk in range(len(chunks)):
             pieces += (b'{"object":"embedding","index":%d,"embedding":' % chunk, next(written), b"},")
         pieces[-1] = b"}]},"
     pieces[-1] = b"}]}"
-    pieces += (b"],", render_usage(num_tokens), b"}")
+    pieces += (b"],", render_usage(outcome.num_tokens), b"}")
     return b"".join(pieces)
 
 
-def _parse_input(fields: Fields) -> list[list[str]]:
-    value = fields.get("input")
+def _parse_input(value: object) -> list[list[str]]:
     if type(value) is not list:
         raise wrong_type("input", "a list of documents, each a list of chunks")
     if not value:
@@ -149,3 +155,15 @@ def _parse_input(fields: Fields) -> list[list[str]]:
     if num_chunks > MAX_CHUNKS:
         raise too_many_inputs("input", num_chunks, MAX_CHUNKS, "chunks")
     return documents
+
+
+CONTEXTUAL = Operation(
+    paths=(PATH,),
+    dialect="OpenAI, Perplexity",
+    summary="Embed the chunks of documents",
+    description="Each chunk gets a vector that is made in the light of its whole document. For a model that declares a "
+    "separator.",
+    body=ContextualBody,
+    answer=ContextualEmbeddings,
+    parse=parse,
+)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Literal
 
-import orjson
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from common.config import GatewayConfig
 from common.errors import NotFound
@@ -16,83 +18,133 @@ from gateway.schema import is_served
 _PACKAGES = ("aiohttp", "tokenizers", "pyzmq", "numpy")
 
 
-def render_health() -> bytes:
+class Health(msgspec.Struct):
+    status: Literal["alive"] = "alive"
+
+
+class Workers(msgspec.Struct):
+    ready: int
+    total: int
+
+
+class Ready(msgspec.Struct):
+    """Whether a worker can serve."""
+
+    status: Literal["ready", "starting", "draining", "unavailable"]
+    workers: Workers
+    model: str | None
+    reason: str | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: Annotated[int, Meta(description="When this gateway started, in seconds since 1970.")]
+    object: Literal["model"] = "model"
+    owned_by: str = "hedgerow"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class ModelInfo(msgspec.Struct):
+    """What is told of the model; its place on this host's disk is not."""
+
+    name: str
+    fingerprint: str
+    architecture: str
+    dtype: str
+    device: str
+    attention: str
+    dimensions: int
+    max_tokens: int
+    vocab_size: int
+    max_batch_tokens: int
+    pooling: str
+    normalize: bool
+    tasks: list[str]
+    encodings: list[str]
+    prompts: Annotated[list[str], Meta(description="Their names.")]
+    default_prompt_name: str | None
+    include_prompt: bool
+    num_labels: int
+    score_activation: str
+    pair_template: str
+
+
+class LimitsInfo(msgspec.Struct):
+    """The limits that a client may meet."""
+
+    max_body_bytes: int
+    max_inputs: int
+    max_request_tokens: int
+    max_rerank_documents: int
+    max_contextual_documents: int
+    max_contextual_chunks: int
+    max_contextual_tokens: int
+    max_input_tokens: int | None
+    default_timeout_ms: int
+    max_timeout_ms: int
+    auto_truncate: bool
+
+
+class Info(msgspec.Struct):
+    model: ModelInfo | None
+    versions: dict[str, str | int | None]
+    limits: LimitsInfo
+
+
+def health() -> Health:
     """The gateway's process lives and its loop turns. Nothing else is asked, so nothing else can make this slow."""
-    return b'{"status":"alive"}'
+    return Health()
 
 
-def render_ready(readiness: Readiness, facts: ModelFacts | None) -> bytes:
-    body: dict[str, object] = {
-        "status": readiness.status,
-        "workers": {"ready": readiness.workers_ready, "total": readiness.workers_total},
-        "model": None if facts is None else facts.name,
-    }
-    if readiness.reason:
-        body["reason"] = readiness.reason
-    return orjson.dumps(body)
+def ready(readiness: Readiness, facts: ModelFacts | None) -> Ready:
+    return Ready(
+        status=readiness.status,
+        workers=Workers(readiness.workers_ready, readiness.workers_total),
+        model=None if facts is None else facts.name,
+        reason=readiness.reason or UNSET,
+    )
 
 
-def render_models(facts: ModelFacts, created_s: int) -> bytes:
-    return orjson.dumps({"object": "list", "data": [_model(facts, created_s)]})
+def models(facts: ModelFacts, created_s: int) -> ModelList:
+    return ModelList([ModelCard(facts.name, created_s)])
 
 
-def render_model(model: str, facts: ModelFacts, created_s: int) -> bytes:
+def model(name: str, facts: ModelFacts, created_s: int) -> ModelCard:
     """Raises NotFound (model_not_found)."""
-    if not is_served(model, facts.name):
+    if not is_served(name, facts.name):
         raise NotFound("This model is not served here; GET /v1/models lists what is.", code="model_not_found")
-    return orjson.dumps(_model(facts, created_s))
+    return ModelCard(facts.name, created_s)
 
 
-def render_info(config: GatewayConfig, facts: ModelFacts | None) -> bytes:
-    """The model without its place on this host's disk, what runs it, and the limits that a client may meet."""
-    body = {
-        "model": None if facts is None else _facts(facts),
-        "versions": {"hedgerow": _version("hedgerow"), "protocol": PROTOCOL_VERSION}
+def info(config: GatewayConfig, facts: ModelFacts | None) -> Info:
+    """The model, what runs it, and the limits."""
+    return Info(
+        model=None if facts is None else _model_info(facts),
+        versions={"hedgerow": _version("hedgerow"), "protocol": PROTOCOL_VERSION}
         | {name: _version(name) for name in _PACKAGES},
-        "limits": {
-            "max_body_bytes": config.max_body_bytes,
-            "max_inputs": config.max_inputs,
-            "max_request_tokens": config.max_request_tokens,
-            "max_rerank_documents": min(config.max_inputs, rerank.MAX_DOCUMENTS),
-            "max_contextual_documents": contextual.MAX_DOCUMENTS,
-            "max_contextual_chunks": contextual.MAX_CHUNKS,
-            "max_contextual_tokens": min(config.max_request_tokens, contextual.MAX_TOKENS),
-            "max_input_tokens": None if facts is None else facts.max_tokens,
-            "default_timeout_ms": config.default_timeout_s * 1000,
-            "max_timeout_ms": config.max_timeout_s * 1000,
-            "auto_truncate": config.auto_truncate,
-        },
-    }
-    return orjson.dumps(body)
+        limits=LimitsInfo(
+            max_body_bytes=config.max_body_bytes,
+            max_inputs=config.max_inputs,
+            max_request_tokens=config.max_request_tokens,
+            max_rerank_documents=min(config.max_inputs, rerank.MAX_DOCUMENTS),
+            max_contextual_documents=contextual.MAX_DOCUMENTS,
+            max_contextual_chunks=contextual.MAX_CHUNKS,
+            max_contextual_tokens=min(config.max_request_tokens, contextual.MAX_TOKENS),
+            max_input_tokens=None if facts is None else facts.max_tokens,
+            default_timeout_ms=config.default_timeout_s * 1000,
+            max_timeout_ms=config.max_timeout_s * 1000,
+            auto_truncate=config.auto_truncate,
+        ),
+    )
 
 
-def _model(facts: ModelFacts, created_s: int) -> dict[str, object]:
-    return {"id": facts.name, "object": "model", "created": created_s, "owned_by": "hedgerow"}
-
-
-def _facts(facts: ModelFacts) -> dict[str, object]:
-    return {
-        "name": facts.name,
-        "fingerprint": facts.fingerprint,
-        "architecture": facts.architecture,
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "attention": facts.attention,
-        "dimensions": facts.dimensions,
-        "max_tokens": facts.max_tokens,
-        "vocab_size": facts.vocab_size,
-        "max_batch_tokens": facts.max_batch_tokens,
-        "pooling": facts.pooling,
-        "normalize": facts.normalize,
-        "tasks": facts.tasks,
-        "encodings": facts.encodings,
-        "prompts": sorted(facts.prompts),
-        "default_prompt_name": facts.default_prompt_name,
-        "include_prompt": facts.include_prompt,
-        "num_labels": facts.num_labels,
-        "score_activation": facts.score_activation,
-        "pair_template": facts.pair_template,
-    }
+def _model_info(facts: ModelFacts) -> ModelInfo:
+    values: dict[str, object] = {name: getattr(facts, name) for name in ModelInfo.__struct_fields__}
+    return msgspec.convert(values | {"prompts": sorted(facts.prompts)}, ModelInfo)
 
 
 def _version(package: str) -> str | None:

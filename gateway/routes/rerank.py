@@ -10,34 +10,27 @@ Defaults differ where the servers' own do: `/rerank` cuts what is too long, as C
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import orjson
+from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest
 from common.pairs import PairNames
 from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import TruncationRule
-from gateway.answers import render_usage
-from gateway.formats import check_finite
+from gateway.answers import Usage, render_usage
+from gateway.formats import check_finite, decimals, scores_of
+from gateway.requests import Asked, Limits, Operation, Outcome, PairsRequest, lane_of
 from gateway.schema import (
-    IGNORED,
-    Fields,
-    check_model,
-    check_names,
-    check_not_streamed,
-    check_task,
+    Body,
+    check_body,
+    check_text,
     check_texts,
-    check_user,
     empty_input,
-    lane_of,
-    optional_flag,
-    optional_integer,
-    optional_text,
-    parse_object,
     too_many_inputs,
     unsupported,
     wrong_task,
@@ -48,26 +41,9 @@ RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
 
 Truncation = Literal["NONE", "START", "END"]
-Logits = npt.NDArray[np.float32]  # [pairs]
-
-_SHARED = frozenset({"model", "truncate", "truncation", "instruction", "raw_scores", "lane", "user", "stream"})
-_VOYAGE = frozenset({"top_k", "truncation"})  # its client sends both, always
-# Of Cohere's: each would change scores or results if it were read. (`rank_fields` may ask for what is done.)
-_UNSUPPORTED = {
-    "rank_fields": "of a document only its text is read",
-    "max_chunks_per_doc": "a document is one text; max_tokens_per_doc shortens it",
-    "relevant_spans": "a document is scored as a whole",
-}
-_RERANK_KNOWN = (
-    _SHARED
-    | IGNORED
-    | _UNSUPPORTED.keys()
-    | {"query", "documents", "top_n", "top_k", "return_documents", "max_tokens_per_doc"}
-)
-_SCORE_KNOWN = _SHARED | IGNORED | {"text_1", "text_2"}
 
 # Cohere's words for truncation, and the rule that each is.
-_TRUNCATION: dict[str, TruncationRule] = {
+_TRUNCATION: dict[Truncation, TruncationRule] = {
     "NONE": TruncationRule(allowed=False),
     "START": TruncationRule(allowed=True, direction="left"),
     "END": TruncationRule(allowed=True, direction="right"),
@@ -77,69 +53,150 @@ _TRUNCATION: dict[str, TruncationRule] = {
 MAX_DOCUMENTS = 1000
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100  # what Cohere's clients read in `billed_units`: one query with so many documents
-_INTEGER_LIMIT = 2**31 - 1
+
+# Of Cohere's: each would change scores or results if it were read. (`rank_fields` may ask for what is done.)
+_UNSUPPORTED = {
+    "rank_fields": "of a document only its text is read",
+    "max_chunks_per_doc": "a document is one text; max_tokens_per_doc shortens it",
+    "relevant_spans": "a document is scored as a whole",
+}
+
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
+_DOCUMENT = {"anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}]}
+_COUNT = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
 
 
-@dataclass(frozen=True, slots=True)
-class PairsRequest:
-    """The pairs that a client asks scores of, every default filled in."""
+class PairsBody(Body, kw_only=True):
+    """What both routes take."""
 
-    queries: list[str]  # one, or one for each document
-    documents: list[str]
-    names: PairNames  # how errors name them
-    truncation: TruncationRule
-    instruction: str | None  # None: the model's own
-    max_document_tokens: int | None
-    raw_scores: bool
-    lane: str
-
-    # A logit is a row of one value, in float32 and as the model makes it.
-    dimensions: ClassVar[int] = 1
-    normalize: ClassVar[bool] = False
-    encoding: ClassVar[str] = "float32"
-
-
-@dataclass(frozen=True, slots=True)
-class RerankRequest:
-    pairs: PairsRequest
-    top_n: int | None  # None: all
-    return_documents: bool
-    voyage: bool  # its client reads results in a field of another name
+    truncate: Annotated[
+        Truncation | bool | None,
+        Meta(description="What happens to a pair that is too long: refused, or cut at a document's start or end."),
+    ] = None
+    truncation: Annotated[
+        bool | UnsetType | None, Meta(description="As `truncate`, in the words of Voyage's client.")
+    ] = UNSET
+    instruction: Annotated[str | None, Meta(description="Of a model whose template has one, instead of its own.")] = (
+        None
+    )
+    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than what the activation makes of them.")] = (
+        None
+    )
 
 
-def parse_rerank(body: bytes, facts: ModelFacts, *, max_inputs: int) -> RerankRequest:
+class RerankBody(PairsBody, kw_only=True):
+    """A query and the documents to be put in order."""
+
+    query: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
+    documents: Annotated[
+        Any,
+        Meta(
+            description="Strings, or objects of which `text` is read.",
+            extra_json_schema={"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": MAX_DOCUMENTS},
+        ),
+    ]
+    top_n: Annotated[Any, Meta(description="So many results; left out, all.", extra_json_schema=_COUNT)] = None
+    top_k: Annotated[
+        Any | UnsetType, Meta(description="As `top_n`, in the words of Voyage's client.", extra_json_schema=_COUNT)
+    ] = UNSET
+    return_documents: Annotated[bool | None, Meta(description="Have each result bring its document's text.")] = None
+    max_tokens_per_doc: Annotated[
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None, Meta(description="Of each document so many tokens are read.")
+    ] = None
+    rank_fields: Annotated[Any, Meta(description='Only ["text"].')] = None
+    max_chunks_per_doc: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
+    relevant_spans: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
+
+
+class ScoreBody(PairsBody, kw_only=True):
+    """Texts to compare: one with one, one with many, or as many with as many."""
+
+    text_1: Annotated[Any, Meta(extra_json_schema=_TEXTS)]
+    text_2: Annotated[Any, Meta(extra_json_schema=_TEXTS)]
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankResult(msgspec.Struct):
+    index: Annotated[int, Meta(description="Of the document, in the request.")]
+    relevance_score: float
+    document: Document | UnsetType = UNSET
+
+
+class VoyageResult(msgspec.Struct):
+    index: int
+    relevance_score: float
+    document: str | UnsetType = UNSET
+
+
+class Reranked(msgspec.Struct):
+    """Results in the order of the logits."""
+
+    id: str
+    object: Literal["rerank"]
+    model: str
+    results: list[RerankResult]
+    usage: Usage
+    meta: Annotated[dict[str, dict[str, int]], Meta(description="`billed_units` and `tokens`, for Cohere's client.")]
+    data: Annotated[
+        list[VoyageResult] | UnsetType, Meta(description="`results` once more, where the body is of Voyage's client.")
+    ] = UNSET
+
+
+class Score(msgspec.Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(msgspec.Struct):
+    """A score of each pair, in their order."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> Asked:
     """The request of a body, checked as far as it can be without a tokenizer.
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
         NotFound: model_not_found.
     """
-    fields = parse_object(body)
-    check_names(fields, _RERANK_KNOWN)
-    _check_model(fields, facts)
+    _check_body(body, facts)
     for name, reason in _UNSUPPORTED.items():
-        if fields.get(name) is not None and (name, fields[name]) != ("rank_fields", ["text"]):
+        value = getattr(body, name)
+        if value is not None and (name, value) != ("rank_fields", ["text"]):
             raise unsupported(name, reason)
-    top_n = _parse_top_n(fields)
-    return_documents = optional_flag(fields, "return_documents")
-    max_document_tokens = optional_integer(fields, "max_tokens_per_doc", 1, _INTEGER_LIMIT)
-    query = fields.get("query")
-    if type(query) is not str:
-        raise wrong_type("query", "a string")
-    if not query:
-        raise empty_input("query", "compare with")
-    documents = _parse_documents(fields, min(max_inputs, MAX_DOCUMENTS))
-    pairs = _pairs_request(fields, facts, [query], documents, PairNames(), "END", max_document_tokens)
-    return RerankRequest(pairs, top_n, bool(return_documents), voyage=not _VOYAGE.isdisjoint(fields))
+    top_n = _parse_top_n(body)
+    check_text(body.query, "query", "compare with")
+    documents = _parse_documents(body.documents, min(limits.max_inputs, MAX_DOCUMENTS))
+    return Asked(
+        _pairs_request(body, facts, [body.query], documents, PairNames(), "END", body.max_tokens_per_doc),
+        partial(
+            render_rerank,
+            documents=documents,
+            top_n=top_n,
+            return_documents=bool(body.return_documents),
+            raw_scores=bool(body.raw_scores),
+            # Its client sends both, always.
+            voyage=body.top_k is not UNSET or body.truncation is not UNSET,
+        ),
+        num_chars=sum(map(len, documents)) if body.return_documents else 0,
+    )
 
 
-def parse_score(body: bytes, facts: ModelFacts, *, max_inputs: int, auto_truncate: bool) -> PairsRequest:
+def parse_score(body: ScoreBody, facts: ModelFacts, limits: Limits) -> Asked:
     """The request of a body, checked as far as it can be without a tokenizer. Raises as `parse_rerank` does."""
-    fields = parse_object(body)
-    check_names(fields, _SCORE_KNOWN)
-    _check_model(fields, facts)
-    first, first_lone = _parse_texts(fields, "text_1", max_inputs)
-    second, second_lone = _parse_texts(fields, "text_2", max_inputs)
+    _check_body(body, facts)
+    first, first_lone = _parse_texts(body.text_1, "text_1", limits.max_inputs)
+    second, second_lone = _parse_texts(body.text_2, "text_2", limits.max_inputs)
     if len(first) not in (1, len(second)):
         raise InvalidRequest(
             f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text_1 for all of text_2, or as many of "
@@ -148,20 +205,12 @@ def parse_score(body: bytes, facts: ModelFacts, *, max_inputs: int, auto_truncat
         )
     query = "text_1" if first_lone or len(first) > 1 else "text_1[0]"
     names = PairNames(query, "text_2", None if second_lone else 0)
-    return _pairs_request(fields, facts, first, second, names, "END" if auto_truncate else "NONE")
-
-
-def scores_of(logits: Logits, activation: str, *, raw: bool) -> npt.NDArray[np.float32]:
-    """What clients read: float32 [pairs]. The sigmoid is computed in float64 and rounded once."""
-    if raw or activation == "identity":
-        return logits
-    assert activation == "sigmoid", f"the worker told of an activation {activation!r}: this is a bug"
-    with np.errstate(over="ignore"):  # of exp(-logit): an infinity there is a score of 0
-        return (1 / (1 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
+    request = _pairs_request(body, facts, first, second, names, "END" if limits.auto_truncate else "NONE")
+    return Asked(request, partial(render_score, names=names, raw_scores=bool(body.raw_scores)))
 
 
 def render_rerank(
-    logits: Logits, asked: RerankRequest, facts: ModelFacts, *, request_id: str, num_tokens: int
+    outcome: Outcome, *, documents: list[str], top_n: int | None, return_documents: bool, raw_scores: bool, voyage: bool
 ) -> bytes:
     """The answer's body. A document in it is the client's own text, and its key is there only where it was asked for.
 
@@ -171,13 +220,13 @@ def render_rerank(
     Raises:
         NonfiniteOutput: a logit is a NaN or an infinity.
     """
-    check_finite(logits[:, None], asked.pairs.names.document)
-    documents = asked.pairs.documents
-    scores = _decimals(scores_of(logits, facts.score_activation, raw=asked.pairs.raw_scores))
+    check_finite(outcome.rows, PairNames().document)
+    logits = outcome.logits[:, 0]
+    scores = decimals(scores_of(logits, outcome.facts.score_activation, raw=raw_scores))
     results, data = [], []
-    for index in np.argsort(-logits, kind="stable")[: asked.top_n].tolist():
+    for index in np.argsort(-logits, kind="stable")[:top_n].tolist():
         result = b'{"index":%d,"relevance_score":%b' % (index, scores[index])
-        if not asked.return_documents:
+        if not return_documents:
             results.append(result + b"}")
             data.append(result + b"}")
             continue
@@ -186,34 +235,32 @@ def render_rerank(
         data.append(result + b',"document":%b}' % text)
     meta = {
         "billed_units": {"search_units": -(-len(documents) // _DOCUMENTS_PER_SEARCH_UNIT)},
-        "tokens": {"input_tokens": num_tokens},
+        "tokens": {"input_tokens": outcome.num_tokens},
     }
-    pieces = [*_head(request_id, b"rerank", facts), b',"results":[', b",".join(results), b"]"]
-    if asked.voyage:
+    pieces = [*_head(outcome, b"rerank"), b',"results":[', b",".join(results), b"]"]
+    if voyage:
         pieces += (b',"data":[', b",".join(data), b"]")
-    pieces += (b",", render_usage(num_tokens), b',"meta":', orjson.dumps(meta), b"}")
+    pieces += (b",", render_usage(outcome.num_tokens), b',"meta":', orjson.dumps(meta), b"}")
     return b"".join(pieces)
 
 
-def render_score(logits: Logits, asked: PairsRequest, facts: ModelFacts, *, request_id: str, num_tokens: int) -> bytes:
+def render_score(outcome: Outcome, *, names: PairNames, raw_scores: bool) -> bytes:
     """The answer's body, in the order of the pairs. Raises as `render_rerank` does."""
-    check_finite(logits[:, None], asked.names.document)
-    scores = _decimals(scores_of(logits, facts.score_activation, raw=asked.raw_scores))
+    check_finite(outcome.rows, names.document)
+    scores = decimals(scores_of(outcome.logits[:, 0], outcome.facts.score_activation, raw=raw_scores))
     data = [b'{"index":%d,"object":"score","score":%b}' % numbered for numbered in enumerate(scores)]
-    pieces = [*_head(request_id, b"list", facts), b',"data":[', b",".join(data), b"],", render_usage(num_tokens), b"}"]
+    pieces = [*_head(outcome, b"list"), b',"data":[', b",".join(data), b"],", render_usage(outcome.num_tokens), b"}"]
     return b"".join(pieces)
 
 
-def _check_model(fields: Fields, facts: ModelFacts) -> None:
-    check_model(fields, facts.name)
-    check_task("score", facts.tasks)
+def _check_body(body: PairsBody, facts: ModelFacts) -> None:
+    check_body(body, facts, "score")
     if facts.num_labels != 1:
         raise wrong_task(f"gives a pair {facts.num_labels} scores, one a label; this route is for models that give one")
-    check_not_streamed(fields)
 
 
 def _pairs_request(
-    fields: Fields,
+    body: PairsBody,
     facts: ModelFacts,
     queries: list[str],
     documents: list[str],
@@ -222,57 +269,49 @@ def _pairs_request(
     max_document_tokens: int | None = None,
 ) -> PairsRequest:
     """The request for these pairs, with what both routes have; `truncation` is what holds where a client is silent."""
-    check_user(fields)
     return PairsRequest(
         queries=queries,
         documents=documents,
         names=names,
-        truncation=_parse_truncation(fields, facts, truncation),
-        instruction=optional_text(fields, "instruction"),
+        truncation=_parse_truncation(body, facts, truncation),
+        instruction=body.instruction,
         max_document_tokens=max_document_tokens,
-        raw_scores=bool(optional_flag(fields, "raw_scores")),
-        lane=lane_of(fields),
+        lane=lane_of(body),
     )
 
 
-def _parse_truncation(fields: Fields, facts: ModelFacts, default: Truncation) -> TruncationRule:
+def _parse_truncation(body: PairsBody, facts: ModelFacts, default: Truncation) -> TruncationRule:
     """Cohere's words, or true and false in a field of either name."""
-    truncate, truncation = fields.get("truncate"), optional_flag(fields, "truncation")
-    if truncate is None:
-        word: str = default if truncation is None else "END" if truncation else "NONE"
-    elif truncation is not None:
-        raise InvalidRequest("truncate and truncation are the same: send one of them.", param="truncation")
-    elif type(truncate) is bool:
-        word = "END" if truncate else "NONE"
-    elif type(truncate) is not str:
-        raise wrong_type("truncate", "NONE, START or END, or true or false")
-    elif truncate not in _TRUNCATION:
-        raise InvalidRequest("truncate must be NONE, START or END, or true or false.", param="truncate")
-    else:
-        word = truncate
+    asked = body.truncate
+    if isinstance(body.truncation, bool):
+        if asked is not None:
+            raise InvalidRequest("truncate and truncation are the same: send one of them.", param="truncation")
+        asked = body.truncation
+    if asked is None:
+        asked = default
+    word: Truncation = ("END" if asked else "NONE") if isinstance(asked, bool) else asked
     if word == "START" and facts.pair_template != OWN_PAIRS:
         raise unsupported("truncate", "in this model's template a document is cut at its end only: use END")
     return _TRUNCATION[word]
 
 
-def _parse_top_n(fields: Fields) -> int | None:
-    names = [name for name in ("top_n", "top_k") if fields.get(name) is not None]
-    if len(names) > 1:
+def _parse_top_n(body: RerankBody) -> int | None:
+    given = {name: value for name in ("top_n", "top_k") if (value := getattr(body, name)) not in (None, UNSET)}
+    if len(given) > 1:
         raise InvalidRequest("top_n and top_k are the same: send one of them.", param="top_k")
-    if not names:
+    if not given:
         return None
-    value = fields[names[0]]
+    ((name, value),) = given.items()
     if type(value) is not int or value < 1:
         raise InvalidRequest(
-            f"{names[0]} must be a whole number from 1; more than there are documents means all of them.",
-            param=names[0],
+            f"{name} must be a whole number from 1; more than there are documents means all of them.",
+            param=name,
             code="out_of_range",
         )
     return value
 
 
-def _parse_documents(fields: Fields, max_documents: int) -> list[str]:
-    value = fields.get("documents")
+def _parse_documents(value: object, max_documents: int) -> list[str]:
     if type(value) is not list:
         raise wrong_type("documents", 'a list of strings, or of objects with a "text"')
     if not value:
@@ -289,9 +328,8 @@ def _parse_documents(fields: Fields, max_documents: int) -> list[str]:
     return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
 
 
-def _parse_texts(fields: Fields, name: str, max_inputs: int) -> tuple[list[str], bool]:
-    """The texts of a field, and whether it is a lone one."""
-    value = fields.get(name)
+def _parse_texts(value: object, name: str, max_inputs: int) -> tuple[list[str], bool]:
+    """The texts of the field of this name, and whether it is a lone one."""
     if type(value) is str:
         if not value:
             raise empty_input(name, "score")
@@ -305,11 +343,27 @@ def _parse_texts(fields: Fields, name: str, max_inputs: int) -> tuple[list[str],
     return check_texts(value, name, "score"), False
 
 
-def _decimals(scores: npt.NDArray[np.float32]) -> list[bytes]:
-    """Each as the shortest decimal that gives float32 back."""
-    return orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+def _head(outcome: Outcome, kind: bytes) -> tuple[bytes, ...]:
+    name = orjson.dumps(outcome.facts.name)
+    return b'{"id":', orjson.dumps(outcome.request_id), b',"object":"%b","model":' % kind, name
 
 
-def _head(request_id: str, kind: bytes, facts: ModelFacts) -> tuple[bytes, ...]:
-    name = orjson.dumps(facts.name)
-    return b'{"id":', orjson.dumps(request_id), b',"object":"%b","model":' % kind, name
+RERANK = Operation(
+    paths=RERANK_PATHS,
+    dialect="Cohere, Jina, Voyage",
+    summary="Put documents in order",
+    description="How relevant each document is to the query, the most relevant first. For a model that scores pairs.",
+    body=RerankBody,
+    answer=Reranked,
+    parse=parse_rerank,
+)
+
+SCORE = Operation(
+    paths=SCORE_PATHS,
+    dialect="vLLM",
+    summary="Score pairs of texts",
+    description="A score of each pair, in the order of the pairs. For a model that scores pairs.",
+    body=ScoreBody,
+    answer=Scores,
+    parse=parse_score,
+)

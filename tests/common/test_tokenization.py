@@ -7,6 +7,7 @@ import hashlib
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -113,11 +114,12 @@ def test_one_long_word_is_one_token(tokenizer: Tokenizer) -> None:
     assert encode(tokenizer, "x" * 100_000, RIGHT) == [1, 0, 2]
 
 
-@pytest.mark.parametrize(("first_index", "name"), [(None, "input"), (0, "input[1]"), (64, "input[65]")])
-def test_errors_name_the_place_in_the_clients_list(tokenizer: Tokenizer, first_index: int | None, name: str) -> None:
-    texts = [words(*range(7))] if first_index is None else ["w1", words(*range(7))]
+@pytest.mark.parametrize(
+    ("name_of", "name"), [(lambda _: "input", "input"), (lambda index: f"texts[{index + 64}]", "texts[65]")]
+)
+def test_errors_name_a_text_as_they_are_told_to(tokenizer: Tokenizer, name_of: Callable[[int], str], name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        tokenizer.encode(texts, REFUSE, first_index=first_index)
+        tokenizer.encode(["w1", words(*range(7))], REFUSE, name_of)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", name)
     assert (
         caught.value.message == f"{name} has 9 tokens; this model takes at most 8. Shorten it, or send truncate: true."
@@ -195,13 +197,13 @@ def test_a_prompts_length_where_a_tokenizer_adds_no_token(byte_level: tuple[Toke
 
 
 def test_ids_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
-    assert tokenizer.check_ids([42, 0, 7], REFUSE, None).tolist() == [42, 0, 7]
+    assert tokenizer.check_ids([42, 0, 7], REFUSE, "input").tolist() == [42, 0, 7]
 
 
 def test_ids_are_cut_to_the_limit(tokenizer: Tokenizer) -> None:
     ids = list(range(20))
-    assert tokenizer.check_ids(ids, RIGHT, 0).tolist() == list(range(8))
-    assert tokenizer.check_ids(ids, LEFT, 0).tolist() == list(range(12, 20))
+    assert tokenizer.check_ids(ids, RIGHT, "input[0]").tolist() == list(range(8))
+    assert tokenizer.check_ids(ids, LEFT, "input[0]").tolist() == list(range(12, 20))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_ids_are_cut_to_the_limit(tokenizer: Tokenizer) -> None:
 )
 def test_what_is_no_token_id_is_named(tokenizer: Tokenizer, ids: list[object], code: str, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        tokenizer.check_ids(ids, REFUSE, 4)
+        tokenizer.check_ids(ids, REFUSE, "input[4]")
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
@@ -341,7 +343,7 @@ def test_a_text_with_a_token_beyond_the_vocabulary_is_named(folder: Path, trunca
     tokenizer = Tokenizer(facts_of(folder, max_tokens=8, vocab_size=42))
     assert tokenizer.encode(["w38"], REFUSE)[0].tolist() == [1, 41, 2]
     with pytest.raises(InvalidRequest) as caught:
-        tokenizer.encode(["w38", "w1 w39"], truncation, first_index=5)
+        tokenizer.encode(["w38", "w1 w39"], truncation, lambda index: f"input[{5 + index}]")
     assert (caught.value.code, caught.value.param) == ("invalid_token_id", "input[6]")
     assert caught.value.message == "input[6] holds the token w39, which this model has no vector for."
 

@@ -12,6 +12,7 @@ import pytest
 from common.pairs import Pair, PairNames
 from common.tokenization import TruncationRule
 from gateway.encoding import Encoder, Threads
+from gateway.requests import PairsRequest
 
 T = TypeVar("T")
 
@@ -55,12 +56,7 @@ async def test_pairs_are_encoded_in_parts_of_all_that_is_tokenized(
     threads = CountingThreads(1)
     encoded = await Encoder(threads).encode_pairs(
         OnePair(rereads_query=rereads_query),
-        queries,
-        documents,
-        truncation=TruncationRule(allowed=True),
-        instruction=instruction,
-        max_document_tokens=None,
-        names=PairNames(),
+        PairsRequest(queries, documents, PairNames(), TruncationRule(allowed=True), instruction, None, "online"),
         max_tokens=1000,
     )
     threads.close()

@@ -188,7 +188,10 @@ async def test_a_format_is_offered_by_what_the_model_makes(serve: Serve, quantis
     refused = await embed(running.port, {"input": "w1", "encoding_format": "base64_binary"})
     assert (refused.status, refused.error["code"]) == (400, "unsupported_parameter")
     misspelt = await embed(running.port, {"input": "w1", "encoding_format": "int8"})
-    assert misspelt.error["message"] == "encoding_format must be one of: base64, base64_int8, float."
+    assert (
+        misspelt.error["message"]
+        == "encoding_format must be one of: base64, base64_binary, base64_int8, base64_ubinary, float."
+    )
 
 
 async def test_requests_of_every_format_at_once_each_get_their_own(port: int) -> None:

@@ -16,7 +16,7 @@ from common.errors import NonfiniteOutput
 from common.metrics import Metrics
 from common.protocol import ModelFacts
 from gateway.app import Gateway
-from gateway.routes.rerank import scores_of
+from gateway.formats import scores_of
 from tests.gateway.conftest import MAX_TOKENS, Running, Serve, with_tokenizer
 from tests.gateway.wire import Answer, Wire, ask, request_bytes
 

@@ -1,0 +1,132 @@
+"""/openapi.json, made of the same types that read bodies and write answers. No I/O.
+
+Nothing in it is written twice: paths and words are those of `routes`, fields and bounds those of the Structs. What an
+error may be is the same on every route (`common/errors.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from gateway.answers import ErrorBody
+from gateway.requests import Operation
+from gateway.routes import operations_by_path
+from gateway.routes.operations import Health, Info, ModelCard, ModelList, Ready
+
+_REF_TEMPLATE = "#/components/schemas/{name}"
+
+# Statuses of a route that runs a model, and what a client should know of each.
+_FAILURES = {
+    400: "The body is not what the route takes; `param` says where, `message` what to change.",
+    401: "A key is needed, or is not one of this server's.",
+    403: "This key may not do that.",
+    404: "The model is not served here.",
+    405: "Another method is needed.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large, or comes in too many chunks.",
+    415: "Only plain JSON in UTF-8 is read.",
+    417: "Only `100-continue` is understood.",
+    429: "There is more work than the server takes on; `Retry-After` says when to try again.",
+    500: "The server failed.",
+    503: "No worker is ready; `Retry-After` says when to try again.",
+    504: "The request's own deadline passed.",
+}
+
+# What a GET is answered with: the path, its summary, the type of its answer (None: text), and its other statuses.
+_QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
+    ("/health", "Whether the gateway lives", Health, ()),
+    ("/ready", "Whether a worker can serve; 503 with the reason where none can", Ready, ()),
+    ("/v1/models", "The model that is served", ModelList, (503,)),
+    ("/v1/models/{id}", "The same by its name", ModelCard, (404, 503)),
+    ("/info", "Facts of the model, versions and limits", Info, ()),
+    ("/metrics", "Prometheus metrics of all processes together", None, ()),
+)
+
+
+def document() -> bytes:
+    """The OpenAPI 3.1 document, as JSON."""
+    types = _types()
+    _, components = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
+    paths: dict[str, dict[str, object]] = {}
+    for path, summary, answer, failures in _QUESTIONS:
+        paths[path] = {"get": _question(path, summary, answer, failures)}
+    for path, operations in operations_by_path().items():
+        paths[path] = {"post": _operation(path, operations)}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "Hedgerow",
+                "version": version("hedgerow"),
+                "description": "Text embeddings and relevance scores. Clients of the dialects named here work by "
+                "their base URL alone.",
+            },
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "securitySchemes": {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                },
+            },
+            "security": [{}, {"bearer": []}, {"key": []}],
+        }
+    )
+
+
+def _types() -> list[Any]:
+    """Every type that the document names."""
+    types: list[Any] = [ErrorBody]
+    types += [answer for _, _, answer, _ in _QUESTIONS if answer is not None]
+    for operations in operations_by_path().values():
+        types += [found for operation in operations for found in (operation.body, operation.answer)]
+    return list(dict.fromkeys(types))
+
+
+def _question(path: str, summary: str, answer: Any, failures: Sequence[int]) -> dict[str, object]:  # noqa: ANN401  # a type
+    content: Mapping[str, object] = {"text/plain": {}} if answer is None else _json_of([answer])
+    responses: dict[str, object] = {"200": {"description": "OK", "content": content}}
+    if answer is Ready:
+        responses["503"] = {"description": "Not now; `Retry-After` says when to ask again.", "content": content}
+    responses |= _failures((401, 405, *failures))
+    found: dict[str, object] = {"summary": summary, "tags": ["Operations"], "responses": responses}
+    if "{id}" in path:
+        found["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return found
+
+
+def _operation(path: str, operations: Sequence[Operation[Any]]) -> dict[str, object]:
+    answers = _json_of([operation.answer for operation in operations])
+    if path == "/v1/embeddings":
+        answers = answers | {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    return {
+        "summary": operations[-1].summary,
+        "description": "\n\n".join(operation.description for operation in reversed(operations)),
+        "tags": [operation.dialect for operation in operations],
+        "requestBody": {"required": True, "content": _json_of([operation.body for operation in operations])},
+        "parameters": [
+            {
+                "name": "X-Request-Timeout-Ms",
+                "in": "header",
+                "description": "The request's deadline, in milliseconds from its arrival.",
+                "schema": {"type": "integer", "minimum": 1},
+            }
+        ],
+        "responses": {"200": {"description": "OK", "content": answers}} | _failures(tuple(_FAILURES)),
+    }
+
+
+def _failures(statuses: Sequence[int]) -> dict[str, object]:
+    return {
+        str(status): {"description": _FAILURES[status], "content": _json_of([ErrorBody])} for status in sorted(statuses)
+    }
+
+
+def _json_of(types: Sequence[Any]) -> dict[str, object]:
+    schemas, _ = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+    return {"application/json": {"schema": schema}}

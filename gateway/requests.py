@@ -1,0 +1,268 @@
+"""What is asked of a model, whatever the dialect: the requests that dialects parse bodies into. No I/O.
+
+    body → a dialect's `parse` → Asked(request, render) → the gateway runs the request → Outcome → `render` → body
+
+There are three kinds of request: vectors of texts, of the chunks of documents, and scores of pairs. `app.py` runs each
+of them in one way. A route is an `Operation`: its body's type, its parser, and what /openapi.json says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from common.errors import InvalidRequest, ServiceError
+from common.pairs import PairNames
+from common.protocol import ModelFacts
+from common.tokenization import NameOf, TruncationRule
+from gateway.client import Rows
+from gateway.formats import EncodingFormat, Logits
+from gateway.schema import (
+    Body,
+    check_text,
+    check_texts,
+    empty_input,
+    parse_object,
+    too_many_inputs,
+    typed,
+    unsupported,
+)
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+# What `parse_inputs` takes, for /openapi.json: more than msgspec's types can say.
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+INPUT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a deployment's configuration says of a body."""
+
+    max_inputs: int
+    auto_truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is to be embedded: either `texts` or `token_ids` is empty."""
+
+    texts: list[str]  # without the prompt
+    token_ids: list[list[object]]  # not yet checked against the vocabulary
+    name_of: NameOf  # from a place in the client's list to how errors call it
+    places: Sequence[int]  # in that list, of each that is here
+    failures: Mapping[int, InvalidRequest] = field(default_factory=dict)  # of those that are not, by place
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def name(self, index: int) -> str:
+        """How errors call one of those that are here."""
+        return self.name_of(self.places[index])
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A row of each text, or of each of its tokens."""
+
+    inputs: Inputs
+    prompt: str  # goes before every text
+    truncation: TruncationRule
+    dimensions: int
+    normalize: bool
+    encoding: str  # of common/protocol.py
+    lane: str
+    partial: bool = False  # what cannot be embedded leaves the others alone
+    by_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ContextualRequest:
+    """A row of each chunk of documents that are read as a whole."""
+
+    documents: list[list[str]]
+    dimensions: int
+    normalize: bool
+    encoding: str
+    lane: str
+    max_tokens: int  # of all of them
+
+
+@dataclass(frozen=True, slots=True)
+class PairsRequest:
+    """A logit of each pair, or one for each label."""
+
+    queries: list[str]  # one, or one for each document
+    documents: list[str]
+    names: PairNames
+    truncation: TruncationRule
+    instruction: str | None  # None: the model's own
+    max_document_tokens: int | None
+    lane: str
+
+    # A row of one value, or of one for each label, in float32 and as the model makes it.
+    dimensions: int = 1
+    normalize: ClassVar[bool] = False
+    encoding: ClassVar[str] = "float32"
+
+
+Request = EmbeddingRequest | ContextualRequest | PairsRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the model made of a request."""
+
+    rows: Rows  # [rows, dimensions]; of pairs, float32 logits [pairs, labels]
+    facts: ModelFacts
+    num_tokens: int  # that were run
+    request_id: str
+    failures: Mapping[int, ServiceError] = field(default_factory=dict)  # of a partial request, by place
+    places: Sequence[int] | None = None  # in the client's list, of each text that has rows; None: all have
+    row_counts: Sequence[int] | None = None  # of each of these texts; None: one
+
+    @property
+    def logits(self) -> Logits:
+        """The rows of a request for scores."""
+        assert self.rows.dtype == np.float32, "scores are asked for in float32"
+        return self.rows  # type: ignore[return-value]  # of this type
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A body, read: what is to be run, and how its answer is written."""
+
+    request: Request
+    render: Callable[[Outcome], bytes]
+    num_chars: int = 0  # of the client's own text in the answer: a long one is rendered on a thread
+    raw_format: EncodingFormat | None = None  # of rows that may be asked for as they are, without JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[B]):
+    """A route of a dialect. Of several on one path the first is meant whose `marker` the body has, else the last."""
+
+    paths: tuple[str, ...]
+    dialect: str  # for people
+    summary: str
+    description: str
+    body: type[B]
+    answer: Any  # the type of an answer: a Struct, or a list of some
+    parse: Callable[[B, ModelFacts, Limits], Asked]
+    marker: str | None = None
+
+
+def read_request(body: bytes, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits) -> Asked:
+    """What a body asks for on a path of these operations.
+
+    Raises:
+        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        NotFound: model_not_found.
+    """
+    fields = parse_object(body)
+    operation = next((found for found in operations[:-1] if found.marker in fields), operations[-1])
+    return operation.parse(typed(fields, operation.body), facts, limits)
+
+
+def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = False) -> Inputs:
+    """A string, strings, token ids, or lists of token ids, in a field of this name.
+
+    Raises:
+        InvalidRequest: invalid_type, empty_input or too_many_inputs; for an input of a `partial` request only where
+            none is right.
+    """
+
+    def name_of(index: int) -> str:
+        return f"{name}[{index}]"
+
+    if type(value) is str:
+        if not value:
+            raise empty_input(name)
+        return Inputs([value], [], lambda _: name, range(1))
+    if type(value) is not list:
+        raise InvalidRequest(
+            f"{name} must be a string, a list of strings, a list of token ids or a list of such lists.",
+            param=name,
+            code="invalid_type",
+        )
+    if not value:
+        raise empty_input(name)
+    first = value[0]
+    if isinstance(first, int | float):
+        return Inputs([], [value], lambda _: name, range(1))
+    if len(value) > max_inputs:
+        raise too_many_inputs(name, len(value), max_inputs)
+    if type(first) is list:
+        for index, ids in enumerate(value):
+            if type(ids) is not list:
+                raise InvalidRequest(
+                    f"{name}[{index}] must be a list of token ids, as {name}[0] is.",
+                    param=f"{name}[{index}]",
+                    code="invalid_type",
+                )
+        return Inputs([], value, name_of, range(len(value)))
+    if partial:
+        return _good_texts(value, name_of)
+    if type(first) is not str:
+        raise InvalidRequest(
+            f"{name}[0] must be a string, a token id or a list of token ids.", param=f"{name}[0]", code="invalid_type"
+        )
+    return Inputs(check_texts(value, name), [], name_of, range(len(value)))
+
+
+def parse_prompt(
+    prompt: str | None, prompt_name: str | None, truncation: TruncationRule, inputs: Inputs, facts: ModelFacts
+) -> str:
+    """What goes before every text: a client's own words, or a prompt of the checkpoint by name, by default its own.
+
+    Raises:
+        InvalidRequest: both are given, or either with token ids; there is no prompt of that name; a prompt that is not
+            part of the vector would be cut away.
+    """
+    if prompt is not None and prompt_name is not None:
+        raise InvalidRequest("prompt and prompt_name exclude each other: send one of them.", param="prompt")
+    given = "prompt" if prompt is not None else "prompt_name" if prompt_name is not None else None
+    if not inputs.texts:
+        if given is not None:
+            raise InvalidRequest(f"{given} goes before text; token ids are run as they are.", param=given)
+        return ""
+    if prompt is None:
+        name = prompt_name if prompt_name is not None else facts.default_prompt_name
+        if name is not None and name not in facts.prompts:
+            raise InvalidRequest("This model has no prompt of that name.", param="prompt_name")
+        prompt = "" if name is None else facts.prompts[name]
+    if prompt and truncation.direction == "left" and not facts.include_prompt:
+        raise unsupported("truncation_direction", "this model's prompt, which comes first, is not part of the vector")
+    return prompt
+
+
+def lane_of(body: Body) -> str:
+    """The scheduler's lane that a client asks for."""
+    return body.lane or "online"
+
+
+def _good_texts(values: list[object], name_of: NameOf) -> Inputs:
+    texts: list[str] = []
+    places: list[int] = []
+    failures: dict[int, InvalidRequest] = {}
+    for place, value in enumerate(values):
+        try:
+            texts.append(check_text(value, name_of(place)))
+        except InvalidRequest as error:
+            failures[place] = error
+        else:
+            places.append(place)
+    if not texts:
+        raise failures[0]
+    return Inputs(texts, [], name_of, places, failures)
