@@ -7,13 +7,13 @@ quantiser, from the vector as it pools it, so they are the same whatever the che
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import orjson
+import pybase64
 
 from common.errors import InvalidRequest, NonfiniteOutput
 from common.protocol import ModelFacts
@@ -96,7 +96,7 @@ def json_rows(rows: Rows, encoding_format: EncodingFormat) -> Iterator[bytes]:
         data = _octets(rows, encoding_format)
         num_bytes = len(data) // len(rows)
         for start in range(0, len(data), num_bytes):
-            yield b'"%b"' % binascii.b2a_base64(data[start : start + num_bytes], newline=False)
+            yield b'"%b"' % pybase64.b64encode(data[start : start + num_bytes])
 
 
 def scores_of(logits: Logits, activation: str, *, raw: bool) -> npt.NDArray[np.float32]:
