@@ -22,8 +22,9 @@ _FILES = 4
 class _DroppingHandler(logging.handlers.QueueHandler):
     """Puts records into the queue; when it is full, counts them instead of waiting."""
 
-    def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
+    def __init__(self, records: queue.Queue[logging.LogRecord], target: logging.Handler) -> None:
         super().__init__(records)
+        self.target = target  # of the writer thread
         self._dropped = 0
         self._lock = threading.Lock()
 
@@ -82,10 +83,24 @@ def set_up(process: str, level: str, log_dir: str = "") -> logging.handlers.Queu
         target = logging.StreamHandler(sys.stderr)
     target.setFormatter(_EscapingFormatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s"))
     records: queue.Queue[logging.LogRecord] = queue.Queue(_QUEUED_RECORDS)
-    logging.basicConfig(level=level.upper(), handlers=[_DroppingHandler(records)], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[_DroppingHandler(records, target)], force=True)
     listener = logging.handlers.QueueListener(records, target)
     listener.start()
     return listener
+
+
+def reopen() -> None:
+    """Write on into a new file of the log's name, where its file was moved away or deleted.
+
+    It may wait for the writer. Raises OSError: there can be none; the old one is written on.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _DroppingHandler) and isinstance(handler.target, logging.FileHandler):
+            target = handler.target
+            opened = Path(target.baseFilename).open("a", encoding=target.encoding)  # noqa: SIM115 the handler's now
+            previous = target.setStream(opened)
+            if previous is not None:
+                previous.close()
 
 
 def stop(listener: logging.handlers.QueueListener, timeout_s: float = 2.0) -> bool:

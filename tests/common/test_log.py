@@ -67,3 +67,33 @@ def test_when_nobody_reads_records_are_dropped_and_counted(tmp_path: Path, monke
     assert any("7 log records were dropped" in line for line in lines)
     for handler in listener.handlers:
         handler.close()
+
+
+def test_a_log_that_was_moved_away_is_written_on_in_a_new_file(tmp_path: Path) -> None:
+    listener = log.set_up("worker-0", "info", str(tmp_path))
+    path = tmp_path / "worker-0.log"
+    path.rename(tmp_path / "moved.log")
+    log.reopen()
+    logging.getLogger("x").info("after")
+    listener.stop()
+    assert [line.rpartition(" ")[2] for line in read(tmp_path)] == ["after"]
+    for handler in listener.handlers:
+        handler.close()
+
+
+def test_a_log_that_cannot_be_opened_again_is_written_on(tmp_path: Path) -> None:
+    listener = log.set_up("worker-0", "info", str(tmp_path / "logs"))
+    (tmp_path / "logs").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError):
+        log.reopen()
+    logging.getLogger("x").info("after")
+    listener.stop()
+    assert len(read(tmp_path / "moved")) == 1
+    for handler in listener.handlers:
+        handler.close()
+
+
+def test_a_log_on_standard_error_is_left_alone() -> None:
+    listener = log.set_up("worker-0", "info")
+    log.reopen()
+    listener.stop()
