@@ -68,11 +68,12 @@ class GatewayConfig(ProcessConfig):
     keepalive_timeout_s: int = _option(75, "how long an idle connection stays open")
     tokenizer_threads: int = _option(2, "threads that tokenize")
     auto_truncate: bool = _option(False, "cut over-long inputs where the client does not say")
+    api_keys_file: str = _option("", "file of the keys that clients need, one a line; mode 0600")
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
         names = {item.name for item in fields(GatewayConfig)} - {item.name for item in fields(ProcessConfig)}
-        _at_least(self, 1, *(names - {"host", "auto_truncate"}))
+        _at_least(self, 1, *(names - {"host", "auto_truncate", "api_keys_file"}))
 
 
 @dataclass(frozen=True)

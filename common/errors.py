@@ -6,6 +6,7 @@ scheduler sends it as a `Failure` message (`protocol.py`) and `from_wire` makes 
     ServiceError
     ├── InvalidRequest        400  the client's input is wrong (its own `code`, for example empty_input)
     ├── AuthenticationFailed  401  invalid_api_key: no key, or not one of ours
+    ├── Forbidden             403  forbidden: the key is known, and may not do this
     ├── NotFound              404  unknown_route, model_not_found
     ├── MethodNotAllowed      405  method_not_allowed
     ├── RequestTimeout        408  request_timeout: the request did not arrive in time
@@ -76,6 +77,12 @@ class AuthenticationFailed(ServiceError):
     status = 401
     type = "authentication_error"
     default_code = "invalid_api_key"
+
+
+class Forbidden(ServiceError):
+    status = 403
+    type = "permission_error"
+    default_code = "forbidden"
 
 
 class NotFound(ServiceError):

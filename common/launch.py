@@ -67,8 +67,8 @@ class StartRefused(Exception):
     """A suite or a process cannot start; the text says what to change."""
 
 
-class _ModelRefused(StartRefused):
-    """The model's folder declares what is not served."""
+class _ConfigurationRefused(StartRefused):
+    """The model's folder declares what is not served, or the file of keys cannot be used."""
 
 
 def main() -> int:
@@ -235,7 +235,9 @@ def _serve(flags: list[str]) -> int:
     config = configuration.load(ServeConfig, flags)
     try:
         model = find_model(config.model)
-        _check_model(model.path, config.task)
+        _check("worker.checkpoint", str(model.path), config.task)
+        if config.api_keys_file:
+            _check("gateway.auth", config.api_keys_file)
         prepare_run_dir(config.run_dir)
         address(config.run_dir, "gateways")
         Lock(config.run_dir, "scheduler").close()
@@ -250,7 +252,7 @@ def _serve(flags: list[str]) -> int:
         conf = _write_supervisord_conf(config.run_dir, environment)
     except (ModelNotFound, StartRefused, AddressInUse, OSError, ValueError) as error:
         sys.stderr.write(f"hedgerow serve: {error}\n")
-        if isinstance(error, _ModelRefused):
+        if isinstance(error, _ConfigurationRefused):
             return EX_CONFIG
         return EX_BUSY if isinstance(error, AddressInUse) else EX_FAILURE
     # supervisord finds `hedgerow` where this Python found it, also when its environment is not activated.
@@ -267,13 +269,13 @@ def _serve(flags: list[str]) -> int:
     return os.execv(sys.executable, supervisord)
 
 
-def _check_model(folder: Path, task: str) -> None:
-    """Raises StartRefused for what the worker would refuse in the folder's JSON; it would be tried again for ever."""
-    # In a process of its own, since the worker's package is not imported here; -P: nor what the current folder holds.
-    command = [sys.executable, "-P", "-m", "worker.checkpoint", str(folder), task]
+def _check(module: str, *arguments: str) -> None:
+    """Raises StartRefused for what a worker or gateway would refuse in its files; it would be tried again for ever."""
+    # In a process of its own, since no role's package is imported here; -P: nor what the current folder holds.
+    command = [sys.executable, "-P", "-m", module, *arguments]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     if checked.returncode == EX_CONFIG:
-        raise _ModelRefused(checked.stderr.strip())
+        raise _ConfigurationRefused(checked.stderr.strip())
 
 
 def _check_port(host: str, port: int) -> None:

@@ -46,6 +46,7 @@ class Metrics:
         )
         self.input_tokens = counter("hedgerow_input_tokens", "Tokens of answered requests")
         self.inputs = counter("hedgerow_inputs", "Inputs (texts or lists of ids) of answered requests")
+        self.key_tokens = counter("hedgerow_key_tokens", "Tokens of answered requests, by the name of their key", "key")
         self.clients_gone = counter("hedgerow_clients_gone", "Requests whose client left before the answer")
         self.resubmitted = counter("hedgerow_resubmitted_requests", "Requests sent (again) after a gap")
         self.late_replies = counter("hedgerow_late_replies", "Replies to requests that were already answered")

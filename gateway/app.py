@@ -45,7 +45,7 @@ from common.tokenization import TokenIds
 from common.transport import now_ns
 from gateway import openapi
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
-from gateway.auth import KeyCheck
+from gateway.auth import Key, KeyCheck, settle_lane
 from gateway.body import BadRequest, read_body
 from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
@@ -90,6 +90,7 @@ class Call:
         "closes",
         "deadline_ns",
         "fingerprint",
+        "key",
         "parse_us",
         "path",
         "queue_us",
@@ -111,6 +112,7 @@ class Call:
         self.request_id = request_id_of(request.headers.get("X-Request-Id"))
         self.deadline_ns = 0
         self.fingerprint: str | None = None
+        self.key: Key | None = None
         self.closes = False
         self.parse_us = self.tokenize_us = self.queue_us = self.step_us = self.render_us = 0
 
@@ -129,12 +131,12 @@ class Gateway:
     """The HTTP side of a running event loop. `client` is started and closed here."""
 
     def __init__(
-        self, config: GatewayConfig, client: SchedulerClient, metrics: Metrics, *, api_key: str | None = None
+        self, config: GatewayConfig, client: SchedulerClient, metrics: Metrics, *, keys: KeyCheck | None = None
     ) -> None:
         self._config = config
         self._client = client
         self._metrics = metrics
-        self._key_check = KeyCheck(api_key)
+        self._keys = keys or KeyCheck()
         self._threads = Threads(config.tokenizer_threads)
         self._encoder = Encoder(self._threads)
         self._server = Server(
@@ -155,7 +157,7 @@ class Gateway:
         get = ("GET", "HEAD")
         self._routes = {
             **{
-                path: _Route(path, ("POST",), partial(self._admitted, partial(self._answer, operations)))
+                path: _Route(path, ("POST",), partial(self._admitted, partial(self._run, operations)))
                 for path, operations in operations_by_path().items()
             },
             "/health": _Route("/health", get, self._health),
@@ -204,13 +206,10 @@ class Gateway:
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         call = Call(request)
-        pattern = "unknown"
+        route = self._route(call.path)
+        pattern = "unknown" if route is None else route.pattern
         try:
-            self._key_check.check(request, call.path)
-            route = self._route(call.path)
-            pattern = route.pattern
-            _check_method(request.method, route)
-            response = await route.handler(call)
+            response = await self._answer(call, route)
         except ServiceError as error:
             response = self._refusal(call, error)
         except asyncio.CancelledError:
@@ -233,21 +232,29 @@ class Gateway:
         )
         if call.fingerprint is not None:
             headers["X-Model-Fingerprint"] = call.fingerprint
-        if response.status == 405:
-            headers["Allow"] = ", ".join(self._route(call.path).methods)
+        if response.status == 405 and route is not None:
+            headers["Allow"] = ", ".join(route.methods)
         if self._draining or call.closes:
             response.force_close()
         self._count(pattern, response.status)
         self._metrics.request_seconds.labels(pattern).observe(total_us / 1e6)
         return response
 
-    def _route(self, path: str) -> _Route:
+    async def _answer(self, call: Call, route: _Route | None) -> web.Response:
+        request = call.request
+        # A browser's preflight cannot bring a key, and is told nothing.
+        if request.method != "OPTIONS" or route is None:
+            call.key = self._keys.check(request, call.path)
+        if route is None:
+            raise NotFound("There is no such route; see the README for those that there are.")
+        _check_method(request.method, route)
+        return await route.handler(call)
+
+    def _route(self, path: str) -> _Route | None:
         route = self._routes.get(path)
-        if route is not None:
-            return route
-        if path.startswith(_MODELS_PATH + "/"):
+        if route is None and path.startswith(_MODELS_PATH + "/"):
             return self._model_route
-        raise NotFound("There is no such route; see the README for those that there are.")
+        return route
 
     def _refusal(self, call: Call, error: ServiceError) -> web.Response:
         # Where the next request begins is unknown: its body was not read to its end, or may not be sent at all.
@@ -271,7 +278,7 @@ class Gateway:
         finally:
             self._num_running -= 1
 
-    async def _answer(self, operations: Sequence[Operation[Any]], call: Call) -> web.Response:
+    async def _run(self, operations: Sequence[Operation[Any]], call: Call) -> web.Response:
         model, asked = await self._read(call, operations)
         request = asked.request
         raw_format = asked.raw_format if _OCTETS in call.request.headers.get("Accept", "") else None
@@ -389,6 +396,8 @@ class Gateway:
         type_starts: list[int] | None = None,
         spans: list[Spans] | None = None,
     ) -> Embedded:
+        lane = settle_lane(call.key, request.lane)
+        num_tokens = 0 if call.key is None else sum(map(len, sequences))
         call.fingerprint = model.facts.fingerprint
         embedded = await self._client.submit(
             sequences,
@@ -397,13 +406,15 @@ class Gateway:
                 dimensions=request.dimensions,
                 normalize=request.normalize,
                 encoding=request.encoding,
-                lane=request.lane,
+                lane=lane,
                 deadline_ns=call.deadline_ns,
             ),
             type_starts=type_starts,
             spans=spans,
         )
         call.queue_us, call.step_us = embedded.queue_us, embedded.step_us
+        if call.key is not None and call.key.name is not None:
+            self._metrics.key_tokens.labels(call.key.name).inc(num_tokens)
         return embedded
 
     def _count_inputs(self, num_inputs: int, num_tokens: int) -> None:

@@ -1,44 +1,206 @@
-"""Who may ask: with a key set, everything needs it but what tells that the server lives.
+"""Who may ask, and in which lane: deny by default.
 
-Keys are compared as SHA-256 digests: of one length whatever was sent, and bytes, since `compare_digest` refuses
-text that is not ASCII.
+With keys on, what needs none is listed here: what tells that the server lives, and, from this host alone, what its
+operator looks at. Everything else needs a key, also a path that does not exist, so that nobody without one learns which
+do.
+
+Keys come from a file, one a line, and from HEDGEROW_API_KEY. They are held as SHA-256 digests: of one length whatever
+was sent, and bytes, since `compare_digest` refuses text that is not ASCII. A request's digest is compared with every
+key's, without an early end. A dictionary by digest would be quicker, and what its timing tells of a digest is of no
+known use; yet the loop needs no such argument, and 100 keys take 8 µs. It is why the number of keys is bounded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import re
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
-from aiohttp import web
+from common.errors import AuthenticationFailed, Forbidden
 
-from common.errors import AuthenticationFailed
+if TYPE_CHECKING:
+    from aiohttp import web  # `hedgerow serve` looks at a file of keys by this module, without half a second of imports
+
+EX_CONFIG = 78
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
-_LOOPBACK_PATHS = frozenset({"/metrics", "/"})  # open to this host alone
+_LOOPBACK_PATHS = frozenset({"/metrics", "/docs", "/openapi.json", "/"})  # open to this host alone
+
+_MAX_KEYS = 1000
+_MAX_FILE_BYTES = 1024 * 1024
+_OPTIONS = ("name", "lane")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class KeysRefused(Exception):
+    """A file of keys cannot be used; the text says what to change, and holds no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that this server knows, and what its requests may do."""
+
+    digest: bytes  # SHA-256 of the key
+    name: str | None = None  # under which its tokens are counted
+    lane: str = "online"  # the best that its requests may run in
+
+    @classmethod
+    def of(cls, key: str, *, name: str | None = None, lane: str = "online") -> Key:
+        return cls(_digest(key), name, lane)
 
 
 class KeyCheck:
-    """Lets through what brings the key; without a key set, everything."""
+    """Lets through what brings a key; without any key set, everything."""
 
-    def __init__(self, key: str | None) -> None:
-        self._digest = None if key is None else _digest(key)
+    def __init__(self, keys: Sequence[Key] = ()) -> None:
+        self._keys = tuple(keys)
 
-    def check(self, request: web.BaseRequest, path: str) -> None:
-        """Raises AuthenticationFailed: missing_api_key or invalid_api_key."""
-        # A browser's preflight cannot bring a key, and is told nothing.
-        if self._digest is None or path in _OPEN_PATHS or request.method == "OPTIONS":
-            return
-        key = _key_of(request)
-        if key is not None:
-            if hmac.compare_digest(_digest(key), self._digest):
-                return
-            raise AuthenticationFailed("This key is not one of this server's.")
+    def replace(self, keys: Sequence[Key]) -> None:
+        """From the next request on these keys hold. Requests that were let in run on as they are."""
+        self._keys = tuple(keys)
+
+    def check(self, request: web.BaseRequest, path: str) -> Key | None:
+        """The key of a request; None where none is needed.
+
+        Raises:
+            AuthenticationFailed: missing_api_key or invalid_api_key.
+        """
+        if not self._keys or path in _OPEN_PATHS:
+            return None
+        text = _key_of(request)
+        if text is not None:
+            key = self._find(_digest(text))
+            if key is None:
+                raise AuthenticationFailed("This key is not one of this server's.")
+            return key
         if path in _LOOPBACK_PATHS and _is_from_this_host(request):
-            return
+            return None
         raise AuthenticationFailed(
             "A key is needed: send Authorization: Bearer KEY, or x-api-key: KEY.", code="missing_api_key"
         )
+
+    def _find(self, digest: bytes) -> Key | None:
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key  # and on: where in the list it stood must not show
+        return found
+
+
+def settle_lane(key: Key | None, asked: str | None) -> str:
+    """The lane that a request runs in, from what it asked for, if anything. Raises Forbidden: its key may not."""
+    if key is None or key.lane == "online":
+        return asked or "online"
+    if asked is not None and asked != key.lane:
+        raise Forbidden(
+            f"Requests with this key run in the lane {key.lane}: leave lane out, or use another key.", param="lane"
+        )
+    return key.lane
+
+
+def known_keys(path: str, lone_key: str | None) -> tuple[Key, ...]:
+    """The keys of a file ("" for none), and one more beside them.
+
+    Raises:
+        KeysRefused: the file cannot be read, can be read by others, or has a line that is not understood.
+    """
+    keys = _parse_keys(path, _read(path)) if path else []
+    if lone_key is not None and _digest(lone_key) not in {key.digest for key in keys}:
+        keys.append(Key.of(lone_key))
+    return tuple(keys)
+
+
+def _read(path: str) -> bytes:
+    try:
+        # Without waiting, should it be a pipe; what is looked at is what is read.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise KeysRefused(f"--api-keys-file {path} is not a regular file")
+            if found.st_mode & 0o077:
+                raise KeysRefused(
+                    f"--api-keys-file {path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): "
+                    f"run chmod 600 on it, and replace its keys if others may have read them"
+                )
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise KeysRefused(f"--api-keys-file {path} cannot be read: {error.strerror}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise KeysRefused(f"--api-keys-file {path} has more than {_MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _parse_keys(path: str, data: bytes) -> list[Key]:
+    keys: list[Key] = []
+    lines_of_digests: dict[bytes, int] = {}
+    lines_of_names: dict[str, int] = {}
+    for number, line in enumerate(data.split(b"\n"), 1):
+        try:
+            key = _parse_line(line)
+            if key is None:
+                continue
+            _check_new(key.digest, lines_of_digests, number, "key")
+            if key.name is not None:
+                _check_new(key.name, lines_of_names, number, "name")
+        except ValueError as error:
+            raise KeysRefused(f"--api-keys-file {path}, line {number}: {error}") from None
+        keys.append(key)
+    if not keys:
+        raise KeysRefused(f"--api-keys-file {path} holds no key: write one a line, or leave the flag out")
+    if len(keys) > _MAX_KEYS:
+        raise KeysRefused(f"--api-keys-file {path} holds {len(keys)} keys; at most {_MAX_KEYS} can be served")
+    return keys
+
+
+def _parse_line(line: bytes) -> Key | None:
+    """The key of a line; None for an empty one or a comment. Raises ValueError, which never quotes the line."""
+    words = line.split()
+    comment = next((index for index, word in enumerate(words) if word.startswith(b"#")), len(words))
+    if comment == 0:
+        return None
+    key, *options = (word.decode("latin-1") for word in words[:comment])
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("a key is of printable ASCII characters without spaces, since clients can send no others")
+    if key.startswith(tuple(f"{name}=" for name in _OPTIONS)):
+        raise ValueError(f"the key itself comes first, then {', '.join(_OPTIONS)}")
+    values: dict[str, str] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if name not in _OPTIONS or not equals:
+            raise ValueError(f"after the key only these are known: {', '.join(f'{name}=' for name in _OPTIONS)}")
+        if name in values:
+            raise ValueError(f"{name}= comes twice")
+        values[name] = value
+    return Key.of(
+        key,
+        name=_parse_name(values.get("name")),
+        lane=_parse_lane(values.get("lane", "online")),
+    )
+
+
+def _parse_name(text: str | None) -> str | None:
+    if text is not None and not _NAME.fullmatch(text):
+        raise ValueError("name= needs 1 to 64 letters, digits, points, hyphens or underscores")
+    return text
+
+
+def _parse_lane(text: str) -> str:
+    if text not in {"online", "backfill"}:
+        raise ValueError("lane= needs online or backfill")
+    return text
+
+
+def _check_new(value: bytes | str, lines: dict[bytes, int] | dict[str, int], number: int, what: str) -> None:
+    first = lines.setdefault(value, number)  # type: ignore[arg-type]  # each with values of its own type
+    if first != number:
+        raise ValueError(f"this {what} is that of line {first}, too")
 
 
 def _digest(key: str) -> bytes:
@@ -49,7 +211,8 @@ def _key_of(request: web.BaseRequest) -> str | None:
     """The key that a request brings, None for none; what is no key at all is a wrong one."""
     given = request.headers.getall("Authorization", [])
     if not given:
-        return request.headers.get("x-api-key")
+        given = request.headers.getall("x-api-key", [])
+        return None if not given else given[0] if len(given) == 1 else ""
     scheme, _, key = given[0].partition(" ")
     return key.strip(" ") if len(given) == 1 and scheme.lower() == "bearer" else ""
 
@@ -59,3 +222,17 @@ def _is_from_this_host(request: web.BaseRequest) -> bool:
     if "X-Forwarded-For" in request.headers or "Forwarded" in request.headers or request.remote is None:
         return False
     return ip_address(request.remote).is_loopback
+
+
+def main() -> int:
+    """`python -m gateway.auth FILE`: whether these keys can be used."""
+    try:
+        known_keys(sys.argv[1], None)
+    except KeysRefused as error:
+        sys.stderr.write(f"{error}\n")
+        return EX_CONFIG
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

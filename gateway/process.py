@@ -1,4 +1,4 @@
-"""The gateway's process: its listening socket, its event loop, the signals that stop it.
+"""The gateway's process: its listening socket, its event loop, the signals that stop it or have it read its keys again.
 
 Under a supervisor the socket is inherited (supervisord's fcgi-program passes it as standard input) and outlives this
 process, so that a restart resets no connection: those that come in between wait in its queue. It is closed here, never
@@ -18,9 +18,11 @@ from collections.abc import Callable
 
 import uvloop
 
+from common import log
 from common.config import GatewayConfig, api_key_from_environment
 from common.metrics import Metrics, open_metrics
 from gateway.app import Gateway
+from gateway.auth import KeyCheck, KeysRefused, known_keys
 from gateway.client import SchedulerClient
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,11 @@ _REFUSED_S = 10.0
 def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
     """Serve until a signal comes; the process's exit status. `on_ready` is called once clients can connect."""
     try:
+        keys = KeyCheck(known_keys(config.api_keys_file, api_key_from_environment()))
+    except KeysRefused as error:
+        logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
+        return EX_CONFIG
+    try:
         sock = _inherited_socket() or _bind(config.host, config.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -42,13 +49,15 @@ def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
         return 1
     metrics = open_metrics(config.run_dir)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, metrics, sock, on_ready))
+        return runner.run(_serve(config, metrics, keys, sock, on_ready))
 
 
-async def _serve(config: GatewayConfig, metrics: Metrics, sock: socket.socket, on_ready: Callable[[], None]) -> int:
+async def _serve(
+    config: GatewayConfig, metrics: Metrics, keys: KeyCheck, sock: socket.socket, on_ready: Callable[[], None]
+) -> int:
     client = SchedulerClient(config.run_dir, f"gateway-{config.slot}", metrics)
-    gateway = Gateway(config, client, metrics, api_key=api_key_from_environment())
-    stop, stop_now = asyncio.Event(), asyncio.Event()
+    gateway = Gateway(config, client, metrics, keys=keys)
+    stop, stop_now, hangup = asyncio.Event(), asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -60,6 +69,8 @@ async def _serve(config: GatewayConfig, metrics: Metrics, sock: socket.socket, o
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    renewing = asyncio.create_task(_renew(config, keys, hangup))
     await gateway.start(sock)
     logger.info("listening on %s port %d", *sock.getsockname()[:2])
     on_ready()
@@ -73,11 +84,32 @@ async def _serve(config: GatewayConfig, metrics: Metrics, sock: socket.socket, o
         gateway.abort()
         draining.cancel()
     hurried.cancel()
+    renewing.cancel()
     await gateway.close()
     logger.info("stopped")
     if client.refused:
         return EX_CONFIG
     return 0 if not stop_now.is_set() else 1
+
+
+async def _renew(config: GatewayConfig, keys: KeyCheck, hangup: asyncio.Event) -> None:
+    """At each SIGHUP open the log's file and read the keys again. What cannot be had stays as it was."""
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        try:
+            await asyncio.to_thread(log.reopen)
+        except OSError as error:
+            logger.error("the log's file stays as it was: %s", error.strerror)  # noqa: TRY400 the text says it all
+        if not config.api_keys_file:
+            continue
+        try:
+            known = await asyncio.to_thread(known_keys, config.api_keys_file, api_key_from_environment())
+        except KeysRefused as error:
+            logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 the text says it all
+        else:
+            keys.replace(known)
+            logger.info("%d keys from now on", len(known))
 
 
 def _inherited_socket() -> socket.socket | None:

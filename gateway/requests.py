@@ -22,7 +22,6 @@ from common.tokenization import NameOf, TruncationRule
 from gateway.client import Rows
 from gateway.formats import EncodingFormat, Logits
 from gateway.schema import (
-    Body,
     check_text,
     check_texts,
     empty_input,
@@ -82,7 +81,7 @@ class EmbeddingRequest:
     dimensions: int
     normalize: bool
     encoding: str  # of common/protocol.py
-    lane: str
+    lane: str | None  # None: the key's own, or online
     partial: bool = False  # what cannot be embedded leaves the others alone
     by_token: bool = False
 
@@ -95,7 +94,7 @@ class ContextualRequest:
     dimensions: int
     normalize: bool
     encoding: str
-    lane: str
+    lane: str | None  # None: the key's own, or online
     max_tokens: int  # of all of them
 
 
@@ -109,7 +108,7 @@ class PairsRequest:
     truncation: TruncationRule
     instruction: str | None  # None: the model's own
     max_document_tokens: int | None
-    lane: str
+    lane: str | None  # None: the key's own, or online
 
     # A row of one value, or of one for each label, in float32 and as the model makes it.
     dimensions: int = 1
@@ -245,11 +244,6 @@ def parse_prompt(
     if prompt and truncation.direction == "left" and not facts.include_prompt:
         raise unsupported("truncation_direction", "this model's prompt, which comes first, is not part of the vector")
     return prompt
-
-
-def lane_of(body: Body) -> str:
-    """The scheduler's lane that a client asks for."""
-    return body.lane or "online"
 
 
 def _good_texts(values: list[object], name_of: NameOf) -> Inputs:

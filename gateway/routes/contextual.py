@@ -26,7 +26,7 @@ from gateway.formats import (
     check_normalize,
     json_rows,
 )
-from gateway.requests import Asked, ContextualRequest, Limits, Operation, Outcome, lane_of
+from gateway.requests import Asked, ContextualRequest, Limits, Operation, Outcome
 from gateway.schema import (
     Body,
     check_body,
@@ -103,7 +103,7 @@ def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> Asked:
         dimensions=check_dimensions(body.dimensions, facts, encoding),
         normalize=check_normalize(body.normalize, facts, encoding),
         encoding=encoding,
-        lane=lane_of(body),
+        lane=body.lane,
         max_tokens=MAX_TOKENS,
     )
     return Asked(request, partial(render, documents=documents, encoding_format=encoding_format))

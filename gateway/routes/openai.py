@@ -36,7 +36,6 @@ from gateway.requests import (
     Limits,
     Operation,
     Outcome,
-    lane_of,
     parse_inputs,
     parse_prompt,
 )
@@ -116,7 +115,7 @@ def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> Asked:
         dimensions=check_dimensions(body.dimensions, facts, encoding),
         normalize=check_normalize(body.normalize, facts, encoding),
         encoding=encoding,
-        lane=lane_of(body),
+        lane=body.lane,
         partial=bool(body.partial),
     )
     return Asked(

@@ -24,7 +24,7 @@ from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import TruncationRule
 from gateway.answers import Usage, render_usage
 from gateway.formats import check_finite, decimals, scores_of
-from gateway.requests import Asked, Limits, Operation, Outcome, PairsRequest, lane_of
+from gateway.requests import Asked, Limits, Operation, Outcome, PairsRequest
 from gateway.schema import (
     Body,
     check_body,
@@ -276,7 +276,7 @@ def _pairs_request(
         truncation=_parse_truncation(body, facts, truncation),
         instruction=body.instruction,
         max_document_tokens=max_document_tokens,
-        lane=lane_of(body),
+        lane=body.lane,
     )
 
 

@@ -90,6 +90,17 @@ def test_a_gateway_whose_port_is_taken_says_so(run_dir: str) -> None:
     assert f"port {port}" in ended.stderr
 
 
+@pytest.mark.slow
+def test_a_suite_whose_keys_others_can_read_is_not_started(run_dir: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("canary-7f3a\n")
+    keys.chmod(0o640)
+    ended = run_hedgerow("serve", "--run-dir", run_dir, HEDGEROW_API_KEYS_FILE=str(keys))
+    assert ended.returncode == 78
+    assert ended.stderr.startswith(f"hedgerow serve: --api-keys-file {keys} is open to others (mode 0640)")
+    assert "canary" not in ended.stderr
+
+
 def test_an_address_that_supervisord_cannot_open_is_refused() -> None:
     with pytest.raises(launch.StartRefused, match="IPv4"):
         launch._check_port("::1", 8080)

@@ -20,6 +20,7 @@ from common.errors import ServiceError
 from common.metrics import Metrics
 from common.protocol import ModelFacts
 from gateway.app import Gateway
+from gateway.auth import Key, KeyCheck
 from gateway.client import Embedded, Options, Readiness
 from tests.fakes import FACTS
 
@@ -155,11 +156,17 @@ async def serve(facts: ModelFacts, metrics: Metrics, run_dir: str) -> AsyncItera
     (Path(run_dir) / "metrics").mkdir(parents=True)
 
     async def start(
-        *, served: ModelFacts | None = facts, api_key: str | None = None, **changes: int | bool | str
+        *,
+        served: ModelFacts | None = facts,
+        api_key: str | None = None,
+        keys: KeyCheck | None = None,
+        **changes: int | bool | str,
     ) -> Running:
         stub = Stub(served)
+        if api_key is not None:
+            keys = KeyCheck([Key.of(api_key)])
         config = GatewayConfig(run_dir=run_dir, **{"drain_timeout_s": 5} | changes)
-        gateway = Gateway(config, stub, metrics, api_key=api_key)
+        gateway = Gateway(config, stub, metrics, keys=keys)
         sock = listening_socket()
         port = sock.getsockname()[1]
         await gateway.start(sock)

@@ -206,6 +206,75 @@ async def test_a_second_signal_does_not_wait(
     worker.close()
 
 
+def test_keys_that_others_can_read_refuse_the_start(
+    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("canary-7f3a\n")
+    keys.chmod(0o644)
+    process = gateway("--api-keys-file", str(keys), listener=listener)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 78
+    assert f"cannot start: --api-keys-file {keys} is open to others (mode 0644): run chmod 600 on it" in errors
+    assert "canary" not in errors
+    assert "Traceback" not in errors
+
+
+async def test_a_hangup_reads_keys_and_opens_the_log_again_while_requests_are_answered(
+    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket, tmp_path: Path
+) -> None:
+    keys, log = tmp_path / "keys", tmp_path / "log" / "gateway-0.log"
+    keys.touch(0o600)
+    keys.write_text("canary-lasting\ncanary-old\n")
+    process = gateway("--api-keys-file", str(keys), "--log-dir", str(log.parent), listener=listener)
+    assert await _status(listener, "canary-old") == 200
+    asking = asyncio.create_task(_ask_until_cancelled(listener, "canary-lasting"))
+
+    log.rename(log.with_name("old.log"))
+    keys.write_text("canary-lasting\ncanary-new\n")
+    process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(20):
+        while await _status(listener, "canary-new") != 200:
+            await asyncio.sleep(0.01)
+    assert await _status(listener, "canary-old") == 401
+    await _logged(log, "2 keys from now on")
+
+    keys.write_text("canary-lasting\ncanary-newer\ncanary-wrong lane=fast\n")
+    process.send_signal(signal.SIGHUP)
+    await _logged(log, f"the keys stay as they were: --api-keys-file {keys}, line 3: lane= needs online or backfill")
+    keys.chmod(0o640)
+    process.send_signal(signal.SIGHUP)
+    await _logged(log, "run chmod 600 on it")
+    assert (await _status(listener, "canary-new"), await _status(listener, "canary-newer")) == (200, 401)
+
+    asking.cancel()
+    answered = await asking
+    assert (len(answered) > 10, set(answered)) == (True, {200})
+    process.terminate()
+    assert await exit_status(process, 5) == 0
+    assert "canary" not in log.read_text() + log.with_name("old.log").read_text()
+
+
+async def _status(listener: socket.socket, key: str) -> int:
+    return (await ask(port_of(listener), "GET", "/info", headers={"x-api-key": key})).status
+
+
+async def _ask_until_cancelled(listener: socket.socket, key: str) -> list[int]:
+    """The status of each answer."""
+    statuses: list[int] = []
+    try:
+        while True:
+            statuses.append(await _status(listener, key))
+    except asyncio.CancelledError:
+        return statuses
+
+
+async def _logged(log: Path, text: str) -> None:
+    async with asyncio.timeout(20):
+        while not (log.exists() and text in log.read_text()):
+            await asyncio.sleep(0.01)
+
+
 def _read_until(process: subprocess.Popen[str], text: str) -> None:
     assert process.stderr is not None
     for line in process.stderr:

@@ -1,0 +1,281 @@
+"""Keys: who is let in, in which lane; the file that they come from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.metrics import Metrics
+from gateway import auth
+from gateway.auth import Key, KeyCheck, KeysRefused, known_keys
+from tests.gateway.conftest import Serve
+from tests.gateway.wire import Wire, ask, embed
+
+BEARER = {"Authorization": "Bearer sesame"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer sesame"},
+        {"Authorization": "bearer sesame"},
+        {"Authorization": "Bearer  sesame"},
+        {"x-api-key": "sesame"},
+    ],
+    ids=["bearer", "lower case", "two spaces", "x-api-key"],
+)
+async def test_the_right_key_is_let_in(serve: Serve, headers: dict[str, str]) -> None:
+    running = await serve(api_key="sesame")
+    assert (await embed(running.port, {"input": "w1"}, headers)).status == 200
+
+
+@pytest.mark.parametrize("target", ["/v1/embeddings", "/v1/models", "/info", "/made-up", "//v1/embeddings", "/Health"])
+async def test_everything_needs_the_key(serve: Serve, target: str) -> None:
+    running = await serve(api_key="sesame")
+    for method in ("GET", "POST", "HEAD", "PUT"):
+        answer = await ask(running.port, method, target, headers={"Connection": "close"})
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [("/health", 200), ("/ready", 200), ("/metrics", 200), ("/", 404), ("/health/", 200), ("/v1/models/", 401)],
+)
+async def test_what_is_open_with_a_key_set(serve: Serve, target: str, status: int) -> None:
+    running = await serve(api_key="sesame")
+    assert (await ask(running.port, "GET", target)).status == status
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
+async def test_metrics_need_the_key_through_a_proxy(serve: Serve, header: str) -> None:
+    running = await serve(api_key="sesame")
+    assert (await ask(running.port, "GET", "/metrics", headers={header: "192.0.2.1"})).status == 401
+    assert (await ask(running.port, "GET", "/metrics", headers={header: "192.0.2.1", **BEARER})).status == 200
+
+
+@pytest.mark.parametrize("target", ["/docs", "/openapi.json"])
+async def test_the_pages_for_this_host_need_the_key_from_elsewhere(serve: Serve, target: str) -> None:
+    running = await serve(api_key="sesame")
+    assert (await ask(running.port, "GET", target, headers={"X-Forwarded-For": "192.0.2.1"})).status == 401
+    assert (await ask(running.port, "GET", target)).status != 401
+
+
+async def test_a_path_that_does_not_exist_is_told_to_nobody_without_a_key(serve: Serve) -> None:
+    running = await serve(api_key="sesame")
+    assert (await ask(running.port, "OPTIONS", "/made-up")).status == 401
+    assert (await ask(running.port, "GET", "/made-up", headers=BEARER)).status == 404
+
+
+# Case HTTP-02: each of these is wrong, or, where it says so, right.
+TRIALS = [
+    ("a byte that is not ASCII", b"Authorization: Bearer sesam\xe9\r\n", 401, "invalid_api_key"),
+    ("an empty token", b"Authorization: Bearer \r\n", 401, "invalid_api_key"),
+    ("no token", b"Authorization: Bearer\r\n", 401, "invalid_api_key"),
+    ("lower case, right", b"Authorization: bearer sesame\r\n", 200, None),
+    ("upper case, right", b"Authorization: BEARER sesame\r\n", 200, None),
+    ("two spaces, right", b"Authorization: Bearer  sesame\r\n", 200, None),
+    ("another scheme", b"Authorization: Basic c2VzYW1l\r\n", 401, "invalid_api_key"),
+    ("a byte too much", b"Authorization: Bearer sesame1\r\n", 401, "invalid_api_key"),
+    ("a byte too few", b"Authorization: Bearer sesam\r\n", 401, "invalid_api_key"),
+    ("8 kB", b"Authorization: Bearer " + b"k" * 8192 + b"\r\n", 401, "invalid_api_key"),
+    ("100 kB", b"Authorization: Bearer " + b"k" * 100_000 + b"\r\n", 431, "header_too_large"),
+    ("two headers", b"Authorization: Bearer sesame\r\n" * 2, 401, "invalid_api_key"),
+    ("two headers, the second right", b"x-api-key: x\r\nx-api-key: sesame\r\n", 401, "invalid_api_key"),
+    ("its digest", b"x-api-key: " + hashlib.sha256(b"sesame").hexdigest().encode() + b"\r\n", 401, "invalid_api_key"),
+]
+
+
+@pytest.mark.parametrize(("headers", "status", "code"), [trial[1:] for trial in TRIALS], ids=[t[0] for t in TRIALS])
+async def test_case_http_02(
+    serve: Serve, caplog: pytest.LogCaptureFixture, headers: bytes, status: int, code: str | None
+) -> None:
+    caplog.set_level("DEBUG")
+    running = await serve(api_key="sesame")
+    wire = await Wire.connect(running.port)
+    await wire.send(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n")
+    answer = await wire.answer()
+    assert (answer.status, answer.headers["content-type"]) == (status, "application/json")
+    if code is not None:
+        assert answer.error["code"] == code
+    assert b"sesam" not in answer.body
+    assert "sesam" not in caplog.text
+    await wire.close()
+
+
+# --- several keys ---
+
+
+async def test_each_of_several_keys_is_let_in_and_no_other(serve: Serve) -> None:
+    running = await serve(keys=KeyCheck([Key.of(f"key-{index}") for index in range(20)]))
+    for index in (0, 7, 19):
+        assert (await embed(running.port, {"input": "w1"}, {"x-api-key": f"key-{index}"})).status == 200
+    assert (await embed(running.port, {"input": "w1"}, {"x-api-key": "key-20"})).status == 401
+
+
+async def test_a_key_is_compared_with_all_keys_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+    compare = auth.hmac.compare_digest
+    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append(a) or compare(a, b))
+    keys = [Key.of(text) for text in ("first", "second", "third")]
+    assert KeyCheck(keys)._find(keys[0].digest) is keys[0]
+    assert compared == [key.digest for key in keys]
+
+
+async def test_replaced_keys_hold_from_the_next_request_on(serve: Serve) -> None:
+    keys = KeyCheck([Key.of("old")])
+    running = await serve(keys=keys)
+    running.stub.gate.clear()
+    wire = await Wire.connect(running.port)
+    body = b'{"input":"w1"}'
+    await wire.send(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nx-api-key: old\r\n")
+    await wire.send(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    await running.stub.entered.wait()
+    keys.replace([Key.of("new")])
+    running.stub.gate.set()
+    assert (await wire.answer()).status == 200
+    assert (await embed(running.port, {"input": "w1"}, {"x-api-key": "old"})).status == 401
+    assert (await embed(running.port, {"input": "w1"}, {"x-api-key": "new"})).status == 200
+    await wire.close()
+
+
+# --- lanes ---
+
+
+@pytest.mark.parametrize(
+    ("held_to", "asked", "run_in"),
+    [
+        ("online", None, "online"),
+        ("online", "online", "online"),
+        ("online", "backfill", "backfill"),
+        ("backfill", None, "backfill"),
+        ("backfill", "backfill", "backfill"),
+    ],
+)
+async def test_a_keys_lane_holds_where_a_request_names_none(
+    serve: Serve, held_to: str, asked: str | None, run_in: str
+) -> None:
+    running = await serve(keys=KeyCheck([Key.of("sesame", lane=held_to)]))
+    assert (await embed(running.port, {"input": "w1", "lane": asked}, BEARER)).status == 200
+    assert running.stub.submitted[0]["lane"] == run_in
+
+
+async def test_row_52_a_key_for_backfill_may_not_run_online(serve: Serve) -> None:
+    running = await serve(keys=KeyCheck([Key.of("sesame", lane="backfill")]))
+    answer = await embed(running.port, {"input": "w1", "lane": "online"}, BEARER)
+    assert answer.status == 403
+    assert (answer.error["type"], answer.error["code"]) == ("permission_error", "forbidden")
+    assert answer.error["param"] == "lane"
+    assert answer.headers["x-should-retry"] == "false"
+    assert running.stub.submitted == []
+
+
+# --- counting ---
+
+
+async def test_tokens_are_counted_by_the_names_of_keys_alone(serve: Serve, metrics: Metrics) -> None:
+    running = await serve(keys=KeyCheck([Key.of("sesame", name="counted-here"), Key.of("nameless")]))
+    before = _counted(metrics)
+    await embed(running.port, {"input": ["w1", "w2 w3"]}, BEARER)
+    await embed(running.port, {"input": "w1"}, {"x-api-key": "nameless"})
+    assert _counted(metrics) == before | {"counted-here": 7.0}
+
+
+def _counted(metrics: Metrics) -> dict[str, float]:
+    samples = [sample for metric in metrics.key_tokens.collect() for sample in metric.samples]
+    return {sample.labels["key"]: sample.value for sample in samples if sample.name.endswith("_total")}
+
+
+# --- the file ---
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Write a file of keys; its path."""
+
+    def write(text: str | bytes, mode: int = 0o600) -> str:
+        path = tmp_path / "keys"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        path.chmod(mode)
+        return str(path)
+
+    return write
+
+
+def test_a_file_holds_a_key_a_line_with_options_and_comments(write: Callable[..., str]) -> None:
+    path = write(
+        "# our keys\n\nkey-one\nkey-two==  name=team-a lane=backfill   # until spring\r\n  key#three lane=online"
+    )
+    assert known_keys(path, "key-four") == (
+        Key.of("key-one"),
+        Key.of("key-two==", name="team-a", lane="backfill"),
+        Key.of("key#three"),
+        Key.of("key-four"),
+    )
+
+
+def test_the_lone_key_of_a_variable_is_one_more_unless_the_file_has_it(write: Callable[..., str]) -> None:
+    assert known_keys("", None) == ()
+    assert known_keys("", "canary") == (Key.of("canary"),)
+    path = write("canary name=team-a\n")
+    assert known_keys(path, "canary") == (Key.of("canary", name="team-a"),)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620, 0o610, 0o602])
+def test_a_file_that_is_open_to_others_is_refused(write: Callable[..., str], mode: int) -> None:
+    with pytest.raises(KeysRefused, match=rf"mode {mode:04o}.*chmod 600"):
+        known_keys(write("canary\n", mode), None)
+
+
+def test_a_file_that_only_its_owner_may_read_is_taken(write: Callable[..., str]) -> None:
+    assert known_keys(write("canary\n", 0o400), None) == (Key.of("canary"),)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("canary name=", "name= needs"),
+        ("canary name=a/b", "name= needs"),
+        ("canary name=" + "n" * 65, "name= needs"),
+        ("canary lane=fast", "lane= needs"),
+        ("canary canary-too", "only these are known"),
+        ("canary rate=5", "only these are known"),
+        ("canary lane=online lane=online", "comes twice"),
+        ("name=canary", "the key itself comes first"),
+        ("canar\u00ff", "printable ASCII"),
+        ("canary\x00", "printable ASCII"),
+        ("\ufeffcanary", "printable ASCII"),
+        ("sesame", "that of line 1"),
+        ("canary name=first", "that of line 1"),
+    ],
+)
+def test_a_line_that_is_not_understood_is_named_and_not_quoted(
+    write: Callable[..., str], line: str, problem: str
+) -> None:
+    with pytest.raises(KeysRefused, match=problem) as refused:
+        known_keys(write(f"sesame name=first\n# more\n{line}\n"), None)
+    assert "line 3" in str(refused.value)
+    assert "canar" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "# no key yet\n\n"])
+def test_a_file_without_a_key_is_refused_and_does_not_open_the_server(write: Callable[..., str], text: str) -> None:
+    with pytest.raises(KeysRefused, match="holds no key"):
+        known_keys(write(text), "canary")
+
+
+def test_a_file_that_is_none_or_too_large_is_refused(write: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(KeysRefused, match="cannot be read: No such file"):
+        known_keys(str(tmp_path / "absent"), None)
+    with pytest.raises(KeysRefused, match="not a regular file"):
+        known_keys("/dev/null", None)
+    with pytest.raises(KeysRefused, match="holds 1001 keys"):
+        known_keys(write("".join(f"key-{index}\n" for index in range(1001))), None)
+    with pytest.raises(KeysRefused, match="more than 1048576 bytes"):
+        known_keys(write(b"#" * 1_048_577), None)
+
+
+def test_a_key_shows_itself_to_nobody_who_prints_it() -> None:
+    assert "sesame" not in repr(Key.of("sesame", name="team-a"))
