@@ -13,6 +13,7 @@ scheduler sends it as a `Failure` message (`protocol.py`) and `from_wire` makes 
     ├── TooLarge              413  body_too_large, too_many_chunks
     ├── UnsupportedMedia      415  unsupported_media_type, unsupported_encoding
     ├── Overloaded            429  overloaded: the queue is full
+    ├── RateLimited           429  rate_limit_exceeded: the key's own share of tokens is used up
     ├── InternalError         500  internal_error: our bug
     │   └── NonfiniteOutput   500  nonfinite_output: the model made a NaN or an infinity of this input
     ├── Unavailable           503  no_capacity: no worker is ready
@@ -120,6 +121,13 @@ class Overloaded(ServiceError):
     status = 429
     type = "rate_limit_error"
     default_code = "overloaded"
+    retryable = True
+
+
+class RateLimited(ServiceError):
+    status = 429
+    type = "rate_limit_error"
+    default_code = "rate_limit_exceeded"
     retryable = True
 
 

@@ -47,6 +47,7 @@ from gateway import openapi
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import Key, KeyCheck, settle_lane
 from gateway.body import BadRequest, read_body
+from gateway.budgets import Budgets
 from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
 from gateway.formats import EncodingFormat, check_finite, raw_rows
@@ -137,6 +138,7 @@ class Gateway:
         self._client = client
         self._metrics = metrics
         self._keys = keys or KeyCheck()
+        self._budgets = Budgets(config.run_dir)
         self._threads = Threads(config.tokenizer_threads)
         self._encoder = Encoder(self._threads)
         self._server = Server(
@@ -398,6 +400,8 @@ class Gateway:
     ) -> Embedded:
         lane = settle_lane(call.key, request.lane)
         num_tokens = 0 if call.key is None else sum(map(len, sequences))
+        if call.key is not None:
+            self._budgets.charge(call.key, num_tokens, now_ns())
         call.fingerprint = model.facts.fingerprint
         embedded = await self._client.submit(
             sequences,

@@ -35,7 +35,8 @@ _LOOPBACK_PATHS = frozenset({"/metrics", "/docs", "/openapi.json", "/"})  # open
 
 _MAX_KEYS = 1000
 _MAX_FILE_BYTES = 1024 * 1024
-_OPTIONS = ("name", "lane")
+_MAX_TOKENS_PER_MINUTE = 10**12
+_OPTIONS = ("name", "lane", "tokens_per_minute")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -50,10 +51,13 @@ class Key:
     digest: bytes  # SHA-256 of the key
     name: str | None = None  # under which its tokens are counted
     lane: str = "online"  # the best that its requests may run in
+    tokens_per_minute: int | None = None
 
     @classmethod
-    def of(cls, key: str, *, name: str | None = None, lane: str = "online") -> Key:
-        return cls(_digest(key), name, lane)
+    def of(
+        cls, key: str, *, name: str | None = None, lane: str = "online", tokens_per_minute: int | None = None
+    ) -> Key:
+        return cls(_digest(key), name, lane, tokens_per_minute)
 
 
 class KeyCheck:
@@ -182,6 +186,7 @@ def _parse_line(line: bytes) -> Key | None:
         key,
         name=_parse_name(values.get("name")),
         lane=_parse_lane(values.get("lane", "online")),
+        tokens_per_minute=_parse_tokens(values.get("tokens_per_minute")),
     )
 
 
@@ -195,6 +200,15 @@ def _parse_lane(text: str) -> str:
     if text not in {"online", "backfill"}:
         raise ValueError("lane= needs online or backfill")
     return text
+
+
+def _parse_tokens(text: str | None) -> int | None:
+    if text is None:
+        return None
+    # By length first: int() refuses thousands of digits.
+    if not text.isdecimal() or len(text) > 13 or not 1 <= int(text) <= _MAX_TOKENS_PER_MINUTE:
+        raise ValueError(f"tokens_per_minute= needs a whole number from 1 to {_MAX_TOKENS_PER_MINUTE}")
+    return int(text)
 
 
 def _check_new(value: bytes | str, lines: dict[bytes, int] | dict[str, int], number: int, what: str) -> None:

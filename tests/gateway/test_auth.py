@@ -1,4 +1,4 @@
-"""Keys: who is let in, in which lane; the file that they come from."""
+"""Keys: who is let in, in which lane, for how many tokens; the file that they come from."""
 
 from __future__ import annotations
 
@@ -172,7 +172,34 @@ async def test_row_52_a_key_for_backfill_may_not_run_online(serve: Serve) -> Non
     assert running.stub.submitted == []
 
 
-# --- counting ---
+# --- budgets ---
+
+
+async def test_row_67_a_key_over_its_share_is_told_when_to_try_again(serve: Serve) -> None:
+    running = await serve(keys=KeyCheck([Key.of("sesame", tokens_per_minute=4), Key.of("other")]))
+    first = await embed(running.port, {"input": "w1"}, BEARER)
+    second = await embed(running.port, {"input": "w1"}, BEARER)
+    assert (first.status, second.status) == (200, 429)
+    assert (second.error["type"], second.error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    # Of 4 tokens a minute 3 are gone; 2 more take 30 s to flow back.
+    assert second.headers["retry-after"] == "30"
+    assert 25_000 < int(second.headers["retry-after-ms"]) <= 30_000
+    assert len(running.stub.submitted) == 1
+    assert (await embed(running.port, {"input": "w1"}, {"x-api-key": "other"})).status == 200
+
+
+async def test_two_gateways_of_a_suite_share_a_keys_budget(serve: Serve) -> None:
+    first = await serve(keys=KeyCheck([Key.of("sesame", tokens_per_minute=4)]))
+    second = await serve(keys=KeyCheck([Key.of("sesame", tokens_per_minute=4)]))
+    assert (await embed(first.port, {"input": "w1"}, BEARER)).status == 200
+    assert (await embed(second.port, {"input": "w1"}, BEARER)).status == 429
+
+
+async def test_what_is_refused_before_it_runs_costs_no_tokens(serve: Serve) -> None:
+    running = await serve(keys=KeyCheck([Key.of("sesame", lane="backfill", tokens_per_minute=4)]))
+    assert (await embed(running.port, {"input": "w1", "lane": "online"}, BEARER)).status == 403
+    assert (await embed(running.port, {"input": "w1", "dimension": 3}, BEARER)).status == 400
+    assert (await embed(running.port, {"input": "w1"}, BEARER)).status == 200
 
 
 async def test_tokens_are_counted_by_the_names_of_keys_alone(serve: Serve, metrics: Metrics) -> None:
@@ -206,11 +233,14 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 def test_a_file_holds_a_key_a_line_with_options_and_comments(write: Callable[..., str]) -> None:
     path = write(
-        "# our keys\n\nkey-one\nkey-two==  name=team-a lane=backfill   # until spring\r\n  key#three lane=online"
+        "# our keys\n\n"
+        "key-one\n"
+        "key-two==  name=team-a lane=backfill\ttokens_per_minute=250000   # until spring\r\n"
+        "  key#three lane=online"
     )
     assert known_keys(path, "key-four") == (
         Key.of("key-one"),
-        Key.of("key-two==", name="team-a", lane="backfill"),
+        Key.of("key-two==", name="team-a", lane="backfill", tokens_per_minute=250_000),
         Key.of("key#three"),
         Key.of("key-four"),
     )
@@ -240,6 +270,11 @@ def test_a_file_that_only_its_owner_may_read_is_taken(write: Callable[..., str])
         ("canary name=a/b", "name= needs"),
         ("canary name=" + "n" * 65, "name= needs"),
         ("canary lane=fast", "lane= needs"),
+        ("canary tokens_per_minute=0", "tokens_per_minute= needs"),
+        ("canary tokens_per_minute=-1", "tokens_per_minute= needs"),
+        ("canary tokens_per_minute=1e6", "tokens_per_minute= needs"),
+        ("canary tokens_per_minute=" + "9" * 5000, "tokens_per_minute= needs"),
+        ("canary tokens_per_minute=\u0661", "tokens_per_minute= needs"),
         ("canary canary-too", "only these are known"),
         ("canary rate=5", "only these are known"),
         ("canary lane=online lane=online", "comes twice"),
