@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -18,6 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 _PREFIX = "HEDGEROW_"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 
 
 def _option(default: object, help_text: str, *, choices: tuple[str, ...] | None = None) -> Any:  # noqa: ANN401 as dataclasses.field
@@ -69,11 +71,13 @@ class GatewayConfig(ProcessConfig):
     tokenizer_threads: int = _option(2, "threads that tokenize")
     auto_truncate: bool = _option(False, "cut over-long inputs where the client does not say")
     api_keys_file: str = _option("", "file of the keys that clients need, one a line; mode 0600")
+    cors_origins: str = _option("", "origins of web pages that may read answers, with commas between them; or *")
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
         names = {item.name for item in fields(GatewayConfig)} - {item.name for item in fields(ProcessConfig)}
-        _at_least(self, 1, *(names - {"host", "auto_truncate", "api_keys_file"}))
+        _at_least(self, 1, *(names - {"host", "auto_truncate", "api_keys_file", "cors_origins"}))
+        _check_origins(self.cors_origins)
 
 
 @dataclass(frozen=True)
@@ -290,6 +294,16 @@ def _at_least(config: ProcessConfig, minimum: int, *names: str) -> None:
     for name in sorted(names):
         if getattr(config, name) < minimum:
             raise ValueError(f"--{name.replace('_', '-')} needs at least {minimum}")
+
+
+def _check_origins(text: str) -> None:
+    """A page's origin is compared as a browser writes it: what never matches is a mistake."""
+    origins = [origin.strip() for origin in text.split(",") if origin.strip()]
+    if origins != ["*"] and not all(map(_ORIGIN.fullmatch, origins)):
+        raise ValueError(
+            "--cors-origins needs origins as browsers send them (https://app.example.org), with commas between them: "
+            "in small letters, without a path or a slash at the end; or * alone"
+        )
 
 
 def _number_or_auto(name: str, text: str) -> None:

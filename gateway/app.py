@@ -43,7 +43,7 @@ from common.metrics import Metrics
 from common.protocol import Spans
 from common.tokenization import TokenIds
 from common.transport import now_ns
-from gateway import openapi
+from gateway import cors, openapi
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import Key, KeyCheck, settle_lane
 from gateway.body import BadRequest, read_body
@@ -139,6 +139,7 @@ class Gateway:
         self._metrics = metrics
         self._keys = keys or KeyCheck()
         self._budgets = Budgets(config.run_dir)
+        self._origins = cors.parse_origins(config.cors_origins)
         self._threads = Threads(config.tokenizer_threads)
         self._encoder = Encoder(self._threads)
         self._server = Server(
@@ -232,6 +233,7 @@ class Gateway:
         headers["Server-Timing"] = server_timing(
             call.parse_us, call.tokenize_us, call.queue_us, call.step_us, call.render_us, total_us
         )
+        headers.update(cors.answer_headers(self._origins, request.headers.get("Origin")))
         if call.fingerprint is not None:
             headers["X-Model-Fingerprint"] = call.fingerprint
         if response.status == 405 and route is not None:
@@ -244,8 +246,12 @@ class Gateway:
 
     async def _answer(self, call: Call, route: _Route | None) -> web.Response:
         request = call.request
-        # A browser's preflight cannot bring a key, and is told nothing.
-        if request.method != "OPTIONS" or route is None:
+        if request.method == "OPTIONS" and route is not None:
+            # A browser's preflight brings no key. For a page that is not allowed it is 405, as any OPTIONS is.
+            preflight = cors.preflight_headers(self._origins, request.headers, route.methods)
+            if preflight is not None:
+                return web.Response(status=204, headers=preflight)
+        else:
             call.key = self._keys.check(request, call.path)
         if route is None:
             raise NotFound("There is no such route; see the README for those that there are.")

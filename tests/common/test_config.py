@@ -47,6 +47,12 @@ def test_a_switch_can_be_turned_off_by_its_flag() -> None:
         ([], {"HEDGEROW_AUTO_TRUNCATE": "maybe"}, "HEDGEROW_AUTO_TRUNCATE"),
         (["--log-level", "loud"], {}, "--log-level"),
         ([], {"HEDGEROW_LOG_LEVEL": "loud"}, "HEDGEROW_LOG_LEVEL"),
+        (["--cors-origins", "app.example.org"], {}, "--cors-origins"),
+        (["--cors-origins", "https://app.example.org/"], {}, "--cors-origins"),
+        (["--cors-origins", "https://App.example.org"], {}, "--cors-origins"),
+        (["--cors-origins", "https://*.example.org"], {}, "--cors-origins"),
+        (["--cors-origins", "https://app.example.org,*"], {}, "--cors-origins"),
+        (["--cors-origins", "null"], {}, "--cors-origins"),
     ],
 )
 def test_what_is_wrong_is_named_and_ends_the_start(
@@ -56,6 +62,13 @@ def test_what_is_wrong_is_named_and_ends_the_start(
         load(GatewayConfig, flags, environ)
     assert ended.value.code == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value", ["", "*", "https://app.example.org", "http://localhost:3000, http://[::1]:8080", "chrome-extension://abc"]
+)
+def test_origins_are_taken_as_browsers_send_them(value: str) -> None:
+    assert load(GatewayConfig, [f"--cors-origins={value}"], {}).cors_origins == value
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
