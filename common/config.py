@@ -84,9 +84,14 @@ class GatewayConfig(ProcessConfig):
 class SchedulerConfig(ProcessConfig):
     workers: int = _option(1, "workers this suite is meant to have; /ready tells how many of them are ready")
     max_queue_ms: int = _option(10_000, "predicted wait above which new requests are refused with 429")
+    latency_target_ms: int = _option(
+        0,
+        "how long a step may take: where it would take longer, fewer tokens run at once; 0: as --max-batch-tokens says",
+    )
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
+        _at_least(self, 0, "latency_target_ms")
         _at_least(self, 1, "workers", "max_queue_ms")
 
 
@@ -146,6 +151,7 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
         GatewayConfig.__post_init__(self)
         if not self.cache_dir:
             object.__setattr__(self, "cache_dir", _default_cache_dir())
+        _at_least(self, 0, "latency_target_ms")
         _at_least(self, 1, "gateways", "max_queue_ms", "max_graph_bytes")
         for name in ("max_batch_tokens", "threads", "workers"):
             _number_or_auto(name, str(getattr(self, name)))

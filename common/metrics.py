@@ -19,6 +19,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LAUNCH_SECONDS = (0.00005, 0.0001, 0.00015, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25)
+_RATIOS = (0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -61,6 +62,9 @@ class Metrics:
         self.batch_tokens = histogram("hedgerow_batch_tokens", "Tokens of a batch", _TOKENS)
         self.refused = counter(
             "hedgerow_refused_requests", "Requests that the scheduler answered with a failure, by code", "code"
+        )
+        self.step_prediction = histogram(
+            "hedgerow_step_prediction_ratio", "How long a step took, as a part of what was predicted", _RATIOS
         )
         self.cancelled = counter("hedgerow_cancelled_requests", "Requests cancelled by their gateway")
         self.retried_sequences = counter("hedgerow_retried_sequences", "Sequences queued again after a worker was lost")

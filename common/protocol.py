@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from common.errors import ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 # A header is a few hundred bytes; the largest, Hello, carries prompts. Small enough that a hostile header
 # (16 MB of nested empty lists take seconds to decode) costs nothing.
@@ -68,6 +68,9 @@ OWN_PAIRS = "pair"
 # it needs, so a batch is all sparse or has none. A Request and ModelFacts have the name.
 FLOAT32, INT8, BINARY, SPARSE = 0, 1, 2, 3
 ENCODINGS = {"float32": FLOAT32, "int8": INT8, "binary": BINARY, "sparse": SPARSE}
+
+# What waits in a lane comes after all that waits in the lanes before it, but for its share (scheduler/batching.py).
+LANES = ("online", "score", "backfill")
 
 # Shared, so read-only, as are all arrays that came from bytes.
 NO_NUMBERS: Int32Vector = np.frombuffer(b"", dtype="<i4")
@@ -156,6 +159,8 @@ class Request:
         _check_sequences(self)
         if self.encoding not in ENCODINGS:
             raise ValueError("an encoding that there is not")
+        if self.lane not in LANES:
+            raise ValueError("a lane that there is not")
 
 
 @dataclass(frozen=True, slots=True)

@@ -404,7 +404,7 @@ class Gateway:
         type_starts: list[int] | None = None,
         spans: list[Spans] | None = None,
     ) -> Embedded:
-        lane = settle_lane(call.key, request.lane)
+        lane = settle_lane(call.key, request.lane, request.usual_lane)
         num_tokens = 0 if call.key is None else sum(map(len, sequences))
         if call.key is not None:
             self._budgets.charge(call.key, num_tokens, now_ns())

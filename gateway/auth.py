@@ -98,10 +98,14 @@ class KeyCheck:
         return found
 
 
-def settle_lane(key: Key | None, asked: str | None) -> str:
-    """The lane that a request runs in, from what it asked for, if anything. Raises Forbidden: its key may not."""
+def settle_lane(key: Key | None, asked: str | None, usual: str) -> str:
+    """The lane that a request runs in: the one that it asked for, or else its kind's usual one.
+
+    Raises:
+        Forbidden: its key may not.
+    """
     if key is None or key.lane == "online":
-        return asked or "online"
+        return asked or usual
     if asked is not None and asked != key.lane:
         raise Forbidden(
             f"Requests with this key run in the lane {key.lane}: leave lane out, or use another key.", param="lane"

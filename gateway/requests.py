@@ -81,9 +81,11 @@ class EmbeddingRequest:
     dimensions: int
     normalize: bool
     encoding: str  # of common/protocol.py
-    lane: str | None  # None: the key's own, or online
+    lane: str | None  # None: the key's own, or `usual_lane`
     partial: bool = False  # what cannot be embedded leaves the others alone
     by_token: bool = False
+
+    usual_lane: ClassVar[str] = "online"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,10 @@ class ContextualRequest:
     dimensions: int
     normalize: bool
     encoding: str
-    lane: str | None  # None: the key's own, or online
+    lane: str | None  # None: the key's own, or `usual_lane`
     max_tokens: int  # of all of them
+
+    usual_lane: ClassVar[str] = "online"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +112,14 @@ class PairsRequest:
     truncation: TruncationRule
     instruction: str | None  # None: the model's own
     max_document_tokens: int | None
-    lane: str | None  # None: the key's own, or online
+    lane: str | None  # None: the key's own, or `usual_lane`
 
     # A row of one value, or of one for each label, in float32 and as the model makes it.
     dimensions: int = 1
     normalize: ClassVar[bool] = False
     encoding: ClassVar[str] = "float32"
+
+    usual_lane: ClassVar[str] = "score"
 
 
 Request = EmbeddingRequest | ContextualRequest | PairsRequest

@@ -61,7 +61,11 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="The served name, with or without its organisation; left out, the model that is served."),
     ] = UNSET
     lane: Annotated[
-        Literal["online", "backfill"] | None, Meta(description="Backfill waits while anything online is there.")
+        Literal["online", "score", "backfill"] | None,
+        Meta(
+            description="Where to wait: each lane comes after those before it, but for a share of the time. Left out, "
+            "`score` for scores, else `online`."
+        ),
     ] = None
     stream: Annotated[bool | None, Meta(description="Nothing is streamed: only false.")] = None
     user: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="Says nothing here.")] = None

@@ -1,11 +1,14 @@
-"""What runs next: first come, first served, up to a token budget. Pure: no clock, no socket.
+"""What runs next: first come, first served within a lane, up to a token budget. Pure: no clock, no socket.
 
 Latency follows the number of tokens, hardly that of sequences, so a batch is a token budget, and a batch is formed
-when a worker has a free slot, from what waits: no timer, no minimum. Nothing overtakes: a sequence that does not fit
-closes the batch, and one longer than the whole budget runs alone. So do sparse sequences next to dense ones, whose rows
-travel differently, and more rows than a result can hold. A request may be split over several batches; work that comes
-back from a lost worker returns to its old place in the order of arrival. Requests in the backfill lane come after all
-others.
+when a worker has a free slot, from what waits: no timer, no minimum. Within a lane nothing overtakes: a sequence that
+does not fit waits for the next batch, as all behind it do, and one longer than the whole budget runs alone. So do
+sparse sequences next to dense ones, whose rows travel differently, and more rows than a result can hold. A request may
+be split over several batches; work that comes back from a lost worker returns to its old place in the order of arrival.
+
+Lanes come in their order: what is left of a budget goes to the next one. A lane below has a budget of its own, which
+its caller makes smaller while the lanes above are in use, so that who arrives there waits for a small step at most. So
+that no lane starves, each has a share of the workers' time that it gets while anything of it waits (`Shares`).
 
 Sequences that were in a worker's hands when it died are suspects: after one loss they run again among suspects only,
 at most 8 at once, after two alone, and after three they are given up. So one input that kills a worker cannot take
@@ -16,13 +19,18 @@ halving; running each alone at once would serialise 64 innocents after every ord
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.protocol import Request, cu_seqlens
+from common.protocol import LANES, Request, cu_seqlens
 
 MAX_LOSSES = 3
+
+# Of the workers' time, while anything of the lane waits.
+SHARES = {"score": 0.2, "backfill": 0.1}
+
 _SUSPECTS_AT_ONCE = 8
 
 
@@ -81,106 +89,159 @@ class Part:
         return self._order < other._order
 
     @property
-    def _order(self) -> tuple[bool, int, int]:
-        return self.pending.request.lane == "backfill", self.pending.arrival, self.start
+    def _order(self) -> tuple[int, int]:
+        return self.pending.arrival, self.start
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What waits in one lane."""
+
+    heap: list[Part] = field(default_factory=list)
+    num_tokens: int = 0
+    num_sequences: int = 0
+
+    def push(self, part: Part) -> None:
+        heapq.heappush(self.heap, part)
+        self.num_tokens += part.num_tokens
+        self.num_sequences += part.num_sequences
+
+    def pop(self) -> Part:
+        part = heapq.heappop(self.heap)
+        self.num_tokens -= part.num_tokens
+        self.num_sequences -= part.num_sequences
+        return part
+
+    def head(self) -> Part | None:
+        """The part that is next, if any still has a taker."""
+        while self.heap and self.heap[0].pending.settled:
+            self.pop()
+        return self.heap[0] if self.heap else None
+
+    def prune(self) -> None:
+        kept = [part for part in self.heap if not part.pending.settled]
+        if len(kept) < len(self.heap):
+            heapq.heapify(kept)
+            self.heap = kept
+            self.num_tokens = sum(part.num_tokens for part in kept)
+            self.num_sequences = sum(part.num_sequences for part in kept)
 
 
 class BatchQueue:
-    """What waits, in order of arrival. Unbounded by itself: `admission.py` decides what is let in."""
+    """What waits, in lanes. Unbounded by itself: `admission.py` decides what is let in."""
 
     def __init__(self) -> None:
-        self._heap: list[Part] = []
-        self.num_tokens = 0
-        self.num_sequences = 0
+        self._lanes = {lane: _Lane() for lane in LANES}
         self._earliest_deadline_ns: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(lane.num_tokens for lane in self._lanes.values())
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(lane.num_sequences for lane in self._lanes.values())
+
+    def tokens_before(self, lane: str) -> int:
+        """Tokens that wait in this lane and in those above it: what a request that comes now has before it."""
+        return sum(self._lanes[name].num_tokens for name in LANES[: LANES.index(lane) + 1])
+
+    def waiting(self) -> list[str]:
+        """The lanes in which something waits."""
+        return [name for name, lane in self._lanes.items() if lane.heap]
 
     def push(self, part: Part) -> None:
         """Add new work, or give returned work its old place."""
-        heapq.heappush(self._heap, part)
-        self.num_tokens += part.num_tokens
-        self.num_sequences += part.num_sequences
+        self._lanes[part.pending.request.lane].push(part)
         deadline_ns = part.pending.request.deadline_ns
         if self._earliest_deadline_ns is None or deadline_ns < self._earliest_deadline_ns:
             self._earliest_deadline_ns = deadline_ns
 
-    def next_batch(self, max_tokens: int, max_rows: int) -> list[Part]:
+    def next_batch(self, max_tokens: int | Mapping[str, int], max_rows: int, first: str = LANES[0]) -> list[Part]:
         """The parts to run now, taken off the queue; empty when nothing waits.
 
-        Never more than `max_tokens` tokens or `max_rows` rows, unless the oldest sequence alone has more: then just
-        that one.
+        Never more than `max_rows` rows, nor more tokens than a lane may have in a batch together with what is in it
+        already (`max_tokens`, of all lanes or by lane), unless the oldest sequence alone has more: then just that one.
+        The lane `first` goes first, the others follow in their order.
         """
         batch: list[Part] = []
-        room_tokens, room_rows = max_tokens, max_rows
-        num_sequences = 0
-        while self._heap:
-            head = self._heap[0]
-            if head.pending.settled:
-                self._pop()
-                continue
-            pending = head.pending
-            # Suspects run among suspects, sparse sequences among sparse ones.
-            if batch and (head.losses != batch[0].losses or pending.sparse != batch[0].pending.sparse):
-                break
-            fitting = min(
-                _fitting(pending.offsets, head.start, room_tokens),
-                room_rows if pending.row_offsets is None else _fitting(pending.row_offsets, head.start, room_rows),
-                _sequences_at_once(head.losses) - num_sequences,
-            )
-            if fitting <= 0:
-                if batch:
+        num_tokens = num_sequences = 0
+        room_rows = max_rows
+        for name in (first, *(other for other in LANES if other != first)):
+            lane = self._lanes[name]
+            limit = max_tokens if isinstance(max_tokens, int) else max_tokens[name]
+            while (head := lane.head()) is not None:
+                pending = head.pending
+                # Suspects run among suspects, sparse sequences among sparse ones.
+                if batch and (head.losses != batch[0].losses or pending.sparse != batch[0].pending.sparse):
+                    return batch
+                fitting = min(
+                    _fitting(pending.offsets, head.start, limit - num_tokens),
+                    room_rows if pending.row_offsets is None else _fitting(pending.row_offsets, head.start, room_rows),
+                    _sequences_at_once(head.losses) - num_sequences,
+                )
+                if fitting <= 0:
+                    if batch:
+                        break
+                    fitting = 1
+                lane.pop()
+                taken = Part(pending, head.start, min(head.start + fitting, head.stop), head.losses)
+                batch.append(taken)
+                num_tokens += taken.num_tokens
+                room_rows -= taken.num_rows
+                num_sequences += taken.num_sequences
+                if taken.stop < head.stop:
+                    lane.push(Part(pending, taken.stop, head.stop, head.losses))
                     break
-                fitting = 1
-            self._pop()
-            taken = Part(pending, head.start, min(head.start + fitting, head.stop), head.losses)
-            batch.append(taken)
-            room_tokens -= taken.num_tokens
-            room_rows -= taken.num_rows
-            num_sequences += taken.num_sequences
-            if taken.stop < head.stop:
-                self.push(Part(pending, taken.stop, head.stop, head.losses))
-                break
         return batch
 
     def expired(self, now_ns: int) -> list[Pending]:
         """The waiting requests whose deadline has passed; the caller settles them."""
         if self._earliest_deadline_ns is None or now_ns < self._earliest_deadline_ns:
             return []
-        late: dict[int, Pending] = {}
-        earliest: int | None = None
-        for part in self._heap:
-            pending = part.pending
-            if pending.settled:
-                continue
-            deadline_ns = pending.request.deadline_ns
-            if deadline_ns <= now_ns:
-                late[pending.arrival] = pending
-            elif earliest is None or deadline_ns < earliest:
-                earliest = deadline_ns
-        self._earliest_deadline_ns = earliest
-        return list(late.values())
+        waiting = self.pending()
+        deadlines_ns = [pending.request.deadline_ns for pending in waiting]
+        self._earliest_deadline_ns = min((time_ns for time_ns in deadlines_ns if time_ns > now_ns), default=None)
+        return [pending for pending in waiting if pending.request.deadline_ns <= now_ns]
 
     def prune(self) -> None:
         """Drop what was settled while it waited, so that it no longer counts as queued."""
-        kept = [part for part in self._heap if not part.pending.settled]
-        if len(kept) == len(self._heap):
-            return
-        self._heap = kept
-        heapq.heapify(self._heap)
-        self.num_tokens = sum(part.num_tokens for part in kept)
-        self.num_sequences = sum(part.num_sequences for part in kept)
+        for lane in self._lanes.values():
+            lane.prune()
 
     def pending(self) -> list[Pending]:
         """Every unsettled request that still has sequences waiting."""
-        return list({part.pending.arrival: part.pending for part in self._heap if not part.pending.settled}.values())
+        parts = (part for lane in self._lanes.values() for part in lane.heap)
+        return list({part.pending.arrival: part.pending for part in parts if not part.pending.settled}.values())
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return sum(len(lane.heap) for lane in self._lanes.values())
 
-    def _pop(self) -> Part:
-        part = heapq.heappop(self._heap)
-        self.num_tokens -= part.num_tokens
-        self.num_sequences -= part.num_sequences
-        return part
+
+class Shares:
+    """Sees to it that each lane gets its share of the workers' time while anything of it waits.
+
+    A lane below is owed its share of every step that runs while it waits, and pays for what it gets. Once it is owed as
+    much as a step of its own costs, that step comes first.
+    """
+
+    def __init__(self) -> None:
+        self._owed = dict.fromkeys(SHARES, 0.0)
+
+    def first(self, costs: Mapping[str, float]) -> str:
+        """The lane to begin the next batch with. `costs`: of a step of each lane."""
+        due = [lane for lane, owed in self._owed.items() if owed >= costs[lane]]
+        return max(due, key=self._owed.__getitem__, default=LANES[0])
+
+    def note(self, batch: list[Part], cost: float, waiting: Collection[str]) -> None:
+        """A batch of this cost will run. `waiting`: the lanes in which something did when it was formed."""
+        num_tokens = sum(part.num_tokens for part in batch)
+        for lane, share in SHARES.items():
+            if lane not in waiting:
+                self._owed[lane] = 0.0  # a share that was not wanted is not saved up
+                continue
+            own = sum(part.num_tokens for part in batch if part.pending.request.lane == lane)
+            self._owed[lane] = max(0.0, self._owed[lane] + cost * (share - own / num_tokens))
 
 
 def _sequences_at_once(losses: int) -> int:

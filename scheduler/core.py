@@ -21,6 +21,7 @@ from common.errors import (
 )
 from common.metrics import Metrics
 from common.protocol import (
+    LANES,
     PROTOCOL_VERSION,
     BatchFailed,
     Beat,
@@ -39,9 +40,9 @@ from common.protocol import (
     Welcome,
     max_rows,
 )
-from scheduler.admission import RECOVERY_NS, Admission, ServiceRate, no_capacity
-from scheduler.batching import MAX_LOSSES, BatchQueue, Part, Pending
-from scheduler.fleet import BadResult, Fleet, InFlight, Worker, check_result, with_loss
+from scheduler.admission import RECOVERY_NS, Admission, no_capacity
+from scheduler.batching import MAX_LOSSES, SHARES, BatchQueue, Part, Pending, Shares
+from scheduler.fleet import TYPICAL_LENGTH, BadResult, Fleet, InFlight, Worker, check_result, with_loss
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,12 @@ _STALLED_NS = 10_000_000_000
 
 # Below this a late tick is the ordinary jitter of a busy machine.
 _LAG_NS = 500_000_000
+
+# Somebody came in a lane within so long: more may come.
+_PRESENT_NS = 1_000_000_000
+
+# While lanes above are in use, work of the ones below runs in steps of this part of a full one's time.
+_PART_OF_STEP = 3
 
 _DEFAULT_PIECE_TOKENS = 1024  # until a worker has told its own budget
 
@@ -94,12 +101,24 @@ class _Gateway:
 class Scheduler:
     """Every public method returns the actions that it asks for, in order; the caller performs them."""
 
-    def __init__(self, *, epoch: int, workers_total: int, max_queue_ms: int, metrics: Metrics, now_ns: int) -> None:
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        workers_total: int,
+        max_queue_ms: int,
+        metrics: Metrics,
+        now_ns: int,
+        latency_target_ms: int = 0,
+    ) -> None:
+        """`latency_target_ms`: how long a step may take, so far as its sequences can be parted; 0: as workers say."""
         self.epoch = epoch
         self._workers_total = workers_total
         self._admission = Admission(max_queue_ms)
-        self._rate = ServiceRate()
+        self._latency_target_ms = latency_target_ms
         self._queue = BatchQueue()
+        self._shares = Shares()
+        self._arrived_ns = dict.fromkeys(LANES, now_ns - _PRESENT_NS)  # when something last came, by lane
         self._fleet = Fleet(epoch)
         self._gateways: dict[bytes, _Gateway] = {}
         self._facts: ModelFacts | None = None
@@ -192,7 +211,8 @@ class Scheduler:
         return self._take_actions(now_ns)
 
     def next_tick_ns(self) -> int:
-        return self._next_ping_ns
+        free_ns = self._fleet.next_free_ns() if len(self._queue) else None
+        return self._next_ping_ns if free_ns is None else min(self._next_ping_ns, free_ns)
 
     def _note_time(self, now_ns: int) -> None:
         """See whether this process stood still (stopped, starved): who seems silent since was merely not heard."""
@@ -310,11 +330,13 @@ class Scheduler:
         gateway.requests[request.request_id] = pending
         if self._facts is not None and self._refuse_other_model(pending, self._facts):
             return
+        self._arrived_ns[request.lane] = now_ns
         if request.opens:
+            queued_tokens = self._queue.tokens_before(request.lane)
             error = self._admission.refusal(
-                queued_tokens=self._queue.num_tokens,
+                queued_tokens=queued_tokens,
+                wait_ms=self._fleet.wait_ms(queued_tokens, now_ns),
                 deadline_ns=request.deadline_ns,
-                rate=self._rate,
                 workers_ready=self._fleet.ready(now_ns),
                 without_workers_ns=now_ns - self._last_ready_ns,
                 now_ns=now_ns,
@@ -343,7 +365,9 @@ class Scheduler:
             self._actions.append(Kill(worker.peer))
             self._lose(worker, "bad_result", now_ns)
             return
-        self._rate.observe(batch.num_tokens, result.step_us, worker.facts.max_batch_tokens)
+        worker.step_time.observe(batch.num_tokens, batch.longest, result.step_us)
+        if batch.predicted_ns:
+            self._metrics.step_prediction.observe(result.step_us * 1000 / batch.predicted_ns)
         self._last_progress_ns = now_ns
         self._metrics.batches.labels("done").inc()
         nonfinite = set(result.nonfinite.tolist())
@@ -427,17 +451,47 @@ class Scheduler:
         """Form a batch for every free slot, as long as something waits that is still in time."""
         for pending in self._queue.expired(now_ns):
             self._settle(pending, DeadlineExceeded("The deadline passed while the request waited for a worker."))
-        while (worker := self._fleet.free_worker(now_ns)) is not None:
-            facts = worker.facts
-            parts = self._queue.next_batch(facts.max_batch_tokens, max_rows(facts))
+        while (waiting := self._queue.waiting()) and (worker := self._next_worker(now_ns)) is not None:
+            budgets = self._budgets(worker, now_ns)
+            costs = {lane: _cost(worker, budgets[lane]) for lane in SHARES}
+            parts = self._queue.next_batch(budgets, max_rows(worker.facts), self._shares.first(costs))
             if not parts:
                 return
             num_tokens = sum(part.num_tokens for part in parts)
-            batch = self._fleet.assign(worker, parts, self._rate.predict_ms(num_tokens), now_ns)
-            self._actions.append(ToWorker(worker.peer, batch))
+            self._shares.note(parts, _cost(worker, num_tokens), waiting)
+            self._actions.append(ToWorker(worker.peer, self._fleet.assign(worker, parts, now_ns)))
             self._metrics.batch_tokens.observe(num_tokens)
             for part in parts:
                 self._metrics.queue_seconds.observe((now_ns - part.pending.arrived_ns) / 1e9)
+
+    def _next_worker(self, now_ns: int) -> Worker | None:
+        """The worker to send a batch to now.
+
+        A second slot is filled as late as it can be, so that who comes meanwhile joins; but at once where that could
+        change nothing, since nobody comes whom lanes below would have to wait for, or since the batch is full already.
+        """
+        late = self._is_present(LANES[0], now_ns) and (
+            self._queue.tokens_before(LANES[0]) < max((w.facts.max_batch_tokens for w in self._fleet.all()), default=0)
+        )
+        return self._fleet.free_worker(now_ns, late=late)
+
+    def _budgets(self, worker: Worker, now_ns: int) -> dict[str, int]:
+        """The tokens of a step that work of each lane may be part of."""
+        most = worker.facts.max_batch_tokens
+        if self._latency_target_ms:
+            most = worker.step_time.budget(self._latency_target_ms, TYPICAL_LENGTH, most)
+        small = most
+        if self._is_present("online", now_ns) or self._is_present("score", now_ns):
+            full_ms = worker.step_time.predict_ms(most, TYPICAL_LENGTH)
+            small = most if full_ms is None else worker.step_time.budget(full_ms / _PART_OF_STEP, TYPICAL_LENGTH, most)
+        return {
+            "online": most,
+            "score": small if self._is_present("online", now_ns) else most,
+            "backfill": small,
+        }
+
+    def _is_present(self, lane: str, now_ns: int) -> bool:
+        return now_ns - self._arrived_ns[lane] < _PRESENT_NS
 
     def _take_actions(self, now_ns: int) -> list[Action]:
         self._fill_slots(now_ns)
@@ -477,6 +531,12 @@ class Scheduler:
         # An idle fleet makes no progress, and needs none: count from the oldest batch that still runs.
         since_ns = max([self._last_progress_ns, *([min(b.sent_ns for b in running)] if running else [])])
         return now_ns - since_ns < allowed_ns
+
+
+def _cost(worker: Worker, num_tokens: int) -> float:
+    """Of a step, in milliseconds; in tokens, until something is known of times."""
+    ms = worker.step_time.predict_ms(num_tokens, TYPICAL_LENGTH)
+    return float(num_tokens) if ms is None else ms
 
 
 def version_refusal(version: int) -> Refuse:

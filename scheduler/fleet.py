@@ -1,12 +1,16 @@
 """Who the workers are, what each has in its hands, and when one counts as lost. Pure: no clock, no socket, no pid.
 
 A worker holds at most two batches, one running and one waiting, so that it never idles while a result travels; that
-credit, not a socket's high-water mark, is the flow control. A worker is judged by progress as well as by pulse: its
-process may be alive with its Python hung (silence), or beat while its device is stuck (an overdue batch).
+credit, not a socket's high-water mark, is the flow control. The second one may be sent as late as a hand-over before
+the predicted end of the first, so that who arrives meanwhile still joins it.
+
+A worker is judged by progress as well as by pulse: its process may be alive with its Python hung (silence), or beat
+while its device is stuck (an overdue batch).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,10 +29,17 @@ from common.protocol import (
     sparse_bytes,
 )
 from scheduler.batching import Part
+from scheduler.steptime import StepTime
 
 _CREDITS = 2
+TYPICAL_LENGTH = 256  # tokens of the longest sequence, where a prediction is of a batch that is not formed yet
 SUSPECT_NS = 1_000_000_000  # silent for so long: no new work
 LOST_NS = 2_000_000_000  # silent for so long: lost
+
+# How long before the predicted end of a step the next batch has to be on its way: the loop's clock ticks in
+# milliseconds, and a prediction is off by some percent.
+_HANDOVER_NS = 1_500_000
+_HANDOVER_SHARE = 0.05
 
 _MAX_SHORT_BEATS = 8  # two seconds
 
@@ -44,10 +55,11 @@ class InFlight:
     batch_id: int
     parts: list[Part]
     num_tokens: int
+    longest: int  # tokens of its longest sequence
     num_rows: int
     row_bytes: int | None  # of each of its rows: as many as the widest needs; None: sparse, which nobody knows before
     sent_ns: int
-    predicted_ns: int
+    predicted_ns: int  # 0 where nothing is known
 
 
 @dataclass(slots=True, eq=False)
@@ -60,10 +72,21 @@ class Worker:
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
     short_beats: int = 0  # beats in a row that tell of fewer batches than were sent
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
+    step_time: StepTime = field(default_factory=StepTime)
 
     @property
     def num_tokens(self) -> int:
         return sum(batch.num_tokens for batch in self.in_flight.values())
+
+    def free_at_ns(self, *, late: bool) -> int | None:
+        """From when on another batch may be sent; None while both slots are taken. `late`: not before it must be."""
+        if len(self.in_flight) >= _CREDITS:
+            return None
+        if not self.in_flight or not late:
+            return 0
+        (running,) = self.in_flight.values()
+        margin_ns = max(_HANDOVER_NS, int(_HANDOVER_SHARE * running.predicted_ns))
+        return self.running_since_ns + running.predicted_ns - margin_ns
 
 
 class BadResult(Exception):
@@ -96,16 +119,34 @@ class Fleet:
         """How many workers can be given work, or work already."""
         return sum(now_ns - worker.last_heard_ns < SUSPECT_NS for worker in self._workers.values())
 
-    def free_worker(self, now_ns: int) -> Worker | None:
-        """The worker with the least in its hands, if one has a free slot."""
+    def free_worker(self, now_ns: int, *, late: bool) -> Worker | None:
+        """The worker with the least in its hands, if one has a free slot that may be filled now."""
         free = [
             worker
             for worker in self._workers.values()
-            if len(worker.in_flight) < _CREDITS and now_ns - worker.last_heard_ns < SUSPECT_NS
+            if now_ns - worker.last_heard_ns < SUSPECT_NS
+            and (free_at_ns := worker.free_at_ns(late=late)) is not None
+            and free_at_ns <= now_ns
         ]
         return min(free, key=lambda worker: (len(worker.in_flight), worker.num_tokens), default=None)
 
-    def assign(self, worker: Worker, parts: list[Part], predicted_ms: float | None, now_ns: int) -> Batch:
+    def next_free_ns(self) -> int | None:
+        """When the first of the workers' slots that are kept open may be filled; None where none is."""
+        times_ns = [worker.free_at_ns(late=True) for worker in self._workers.values() if worker.in_flight]
+        return min((time_ns for time_ns in times_ns if time_ns is not None), default=None)
+
+    def wait_ms(self, num_tokens: int, now_ns: int) -> float | None:
+        """Milliseconds that the ready workers together take for so many queued tokens; None where none is known of."""
+        rates = []
+        for worker in self._workers.values():
+            if now_ns - worker.last_heard_ns < SUSPECT_NS:
+                ms = worker.step_time.queue_ms(num_tokens, worker.facts.max_batch_tokens, TYPICAL_LENGTH)
+                if ms is None:
+                    return None
+                rates.append(1 / ms if ms else math.inf)
+        return 1 / sum(rates) if rates else None
+
+    def assign(self, worker: Worker, parts: list[Part], now_ns: int) -> Batch:
         """Pack parts into a batch and note that this worker holds it."""
         batch_id = self._next_batch_id
         self._next_batch_id += 1
@@ -131,11 +172,14 @@ class Fleet:
         )
         if not worker.in_flight:
             worker.running_since_ns = now_ns
+        longest = int(batch.lengths.max())
+        predicted_ms = worker.step_time.predict_ms(len(batch.token_ids), longest)
         worker.short_beats = 0
         worker.in_flight[batch_id] = InFlight(
             batch_id=batch_id,
             parts=parts,
             num_tokens=len(batch.token_ids),
+            longest=longest,
             num_rows=batch.num_rows,
             row_bytes=None if parts[0].pending.sparse else row_bytes(min(encodings), worker.facts.dimensions),
             sent_ns=now_ns,

@@ -93,6 +93,7 @@ class Server:
             epoch=1 + secrets.randbits(62),
             workers_total=config.workers,
             max_queue_ms=config.max_queue_ms,
+            latency_target_ms=config.latency_target_ms,
             metrics=metrics,
             now_ns=now_ns(),
         )

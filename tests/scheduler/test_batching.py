@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.protocol import Request
-from scheduler.batching import BatchQueue, Part, Pending
+from scheduler.batching import BatchQueue, Part, Pending, Shares
 
 
 def make_pending(
@@ -134,6 +134,56 @@ def test_backfill_comes_after_whatever_else_waits() -> None:
     queue.push(whole(make_pending(2, [5])))
     assert shape(queue.next_batch(5, 1000)) == [(2, 0, 1)]
     assert shape(queue.next_batch(5, 1000)) == [(1, 0, 1)]
+
+
+def test_what_is_left_of_a_budget_goes_to_the_lanes_below() -> None:
+    queue = BatchQueue()
+    for arrival, lane in enumerate(["backfill", "score", "online"]):
+        queue.push(whole(make_pending(arrival, [5, 5], lane=lane)))
+    assert shape(queue.next_batch(25, 1000)) == [(2, 0, 2), (1, 0, 2), (0, 0, 1)]
+    assert queue.waiting() == ["backfill"]
+
+
+def test_a_lane_below_may_have_less_of_a_batch() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(1, [4] * 10, lane="backfill")))
+    queue.push(whole(make_pending(2, [4])))
+    limits = {"online": 40, "score": 40, "backfill": 12}
+    assert shape(queue.next_batch(limits, 1000)) == [(2, 0, 1), (1, 0, 2)]
+    assert shape(queue.next_batch(limits, 1000)) == [(1, 2, 5)]
+
+
+def test_a_lane_that_is_due_goes_first_and_the_others_fill_the_rest() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(1, [4] * 10, lane="backfill")))
+    queue.push(whole(make_pending(2, [4] * 10)))
+    limits = {"online": 20, "score": 20, "backfill": 8}
+    assert shape(queue.next_batch(limits, 1000, first="backfill")) == [(1, 0, 2), (2, 0, 3)]
+
+
+def test_tokens_before_a_lane_are_those_of_it_and_of_the_lanes_above() -> None:
+    queue = BatchQueue()
+    for arrival, (lane, length) in enumerate([("online", 1), ("score", 10), ("backfill", 100)]):
+        queue.push(whole(make_pending(arrival, [length], lane=lane)))
+    assert [queue.tokens_before(lane) for lane in ("online", "score", "backfill")] == [1, 11, 111]
+    assert (queue.num_tokens, queue.num_sequences) == (111, 3)
+
+
+def test_a_share_that_nobody_wanted_is_not_saved_up() -> None:
+    shares = Shares()
+    online = [whole(make_pending(1, [10]))]
+    costs = {"score": 5.0, "backfill": 5.0}
+    for _ in range(100):
+        shares.note(online, 1.0, ["online"])
+    assert shares.first(costs) == "online"
+    for _ in range(49):
+        shares.note(online, 1.0, ["online", "backfill"])
+    assert shares.first(costs) == "online"
+    for _ in range(2):
+        shares.note(online, 1.0, ["online", "backfill"])
+    assert shares.first(costs) == "backfill"
+    shares.note([whole(make_pending(2, [10], lane="backfill"))], 5.0, ["online", "backfill"])
+    assert shares.first(costs) == "online"
 
 
 def test_settled_requests_are_not_run_and_not_counted_after_pruning() -> None:

@@ -43,9 +43,16 @@ M = TypeVar("M")
 class Rig:
     """A scheduler and a clock. What it asks for is kept until a test takes it."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, latency_target_ms: int = 0) -> None:
         self.now_ns = SECOND
-        self.core = Scheduler(epoch=EPOCH, workers_total=2, max_queue_ms=10_000, metrics=metrics, now_ns=self.now_ns)
+        self.core = Scheduler(
+            epoch=EPOCH,
+            workers_total=2,
+            max_queue_ms=10_000,
+            metrics=metrics,
+            now_ns=self.now_ns,
+            latency_target_ms=latency_target_ms,
+        )
         self.killed: list[bytes] = []
         self._sent: list[tuple[bytes, Message]] = []
 
@@ -81,12 +88,22 @@ class Rig:
     def hello(self, peer: bytes = b"w0", facts: ModelFacts = FACTS) -> None:
         self.worker(Hello(PROTOCOL_VERSION, peer.decode(), 1, facts), peer)
 
-    def request(self, request_id: int, *sequences: list[int], deadline_s: float = 60, opens: bool = True) -> None:
-        self.gateway(make_request(request_id, *sequences, deadline_ns=int(deadline_s * SECOND), opens=opens))
+    def request(
+        self,
+        request_id: int,
+        *sequences: list[int],
+        deadline_s: float = 60,
+        opens: bool = True,
+        lane: str = "online",
+    ) -> None:
+        deadline_ns = int(deadline_s * SECOND)
+        self.gateway(make_request(request_id, *sequences, deadline_ns=deadline_ns, opens=opens, lane=lane))
 
-    def finish(self, batch: Batch, peer: bytes = b"w0", nonfinite: tuple[int, ...] = ()) -> None:
+    def finish(
+        self, batch: Batch, peer: bytes = b"w0", nonfinite: tuple[int, ...] = (), *, step_us: int = 5000
+    ) -> None:
         rows = oracle_rows(batch)
-        self.worker(Result(EPOCH, batch.batch_id, 5000, np.array(nonfinite, dtype=np.int32), rows), peer)
+        self.worker(Result(EPOCH, batch.batch_id, step_us, np.array(nonfinite, dtype=np.int32), rows), peer)
 
     def take(self, kind: type[M], peer: bytes | None = None) -> list[M]:
         """The messages of one kind (to one peer) so far; they are taken off the record."""
@@ -107,6 +124,7 @@ def make_request(
     *sequences: list[int],
     deadline_ns: int = 2**62,
     opens: bool = True,
+    lane: str = "online",
     encoding: str = "float32",
     type_starts: list[int] | None = None,
     spans: list[list[tuple[int, int]]] | None = None,
@@ -116,7 +134,7 @@ def make_request(
         request_id=request_id,
         fingerprint=FACTS.fingerprint,
         deadline_ns=deadline_ns,
-        lane="online",
+        lane=lane,
         opens=opens,
         dimensions=DIMENSIONS,
         normalize=True,
@@ -741,17 +759,16 @@ def test_a_silent_gateway_is_forgotten_and_told_to_send_again_when_it_joins(rig:
 
 
 def test_a_full_queue_refuses_what_opens_and_takes_what_belongs_to_an_accepted_request(rig: Rig) -> None:
-    rig.request(1, [1] * 40)
+    rig.request(1, [1] * 10)
     (batch,) = rig.take(Batch)
     rows = oracle_rows(batch)
-    rig.worker(Result(EPOCH, batch.batch_id, 40_000_000, np.zeros(0, dtype=np.int32), rows))  # 1 s a token
-    for request_id in range(2, 5):
-        rig.request(request_id, [request_id] * 11)
-    (failure,) = [failure for failure in rig.take(Failure) if failure.request_id == 4] or [None]
-    assert failure is None
+    rig.worker(Result(EPOCH, batch.batch_id, 6_000_000, np.zeros(0, dtype=np.int32), rows))  # 6 s for ten tokens
+    for request_id in range(2, 5):  # one that runs, and two that wait
+        rig.request(request_id, [request_id] * 10)
+    assert rig.take(Failure) == []
     rig.request(5, [5])
     (failure,) = rig.take(Failure)
-    assert (failure.request_id, failure.code, failure.retry_after_ms) == (5, "overloaded", 11_000)
+    assert (failure.request_id, failure.code, failure.retry_after_ms) == (5, "overloaded", 12_000)
     rig.request(6, [6], opens=False)
     assert rig.take(Failure) == []
 
@@ -774,3 +791,138 @@ def test_the_status_tells_how_many_workers_are_ready_and_whether_work_moves(rig:
     assert (status.workers_ready, status.workers_total, status.progressing) == (1, 2, True)
     rig.live(1, held=1)
     assert not rig.take(Ping, b"g0")[-1].progressing
+
+
+# --- lanes, and when a batch is closed ---
+
+
+def run(rig: Rig, batch: Batch, ms: int) -> None:
+    """Let so much time pass, in which this batch runs."""
+    rig.tick(ms * MS)
+    rig.worker(Beat(EPOCH, 2))
+    rig.finish(batch, step_us=ms * 1000)
+
+
+def learn(rig: Rig) -> None:
+    """Show that a step takes a millisecond a token."""
+    for request_id in (101, 102, 103):
+        rig.request(request_id, [1] * {101: 4, 102: 16, 103: 64}[request_id], lane="backfill")
+        (batch,) = rig.take(Batch)
+        run(rig, batch, len(batch.token_ids))
+
+
+def test_a_second_batch_is_sent_at_once_while_nobody_is_online(rig: Rig) -> None:
+    learn(rig)
+    rig.tick(2 * SECOND)
+    rig.hello()
+    for request_id in (1, 2):
+        rig.request(request_id, [request_id] * 64, lane="backfill")
+    assert [len(batch.token_ids) for batch in rig.take(Batch)] == [64, 64]
+
+
+def test_a_second_batch_is_closed_shortly_before_the_first_one_ends(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 60)
+    (first,) = rig.take(Batch)
+    rig.request(2, [2] * 5)
+    assert rig.take(Batch) == []
+    wake_ns = rig.core.next_tick_ns()
+    assert 50 * MS < wake_ns - rig.now_ns < 60 * MS
+    rig.request(3, [3] * 7)
+    rig.tick(wake_ns - rig.now_ns)
+    (second,) = rig.take(Batch)
+    assert second.lengths.tolist() == [5, 7]
+    assert len(first.token_ids) == 60
+
+
+def test_a_batch_that_is_full_is_closed_at_once(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 60)
+    rig.take(Batch)
+    rig.request(2, [2] * 40)
+    assert rig.take(Batch) == []
+    rig.request(3, [3] * 24)
+    assert [batch.lengths.tolist() for batch in rig.take(Batch)] == [[40, 24]]
+
+
+def test_a_result_that_comes_before_its_time_closes_the_next_batch(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 60)
+    (first,) = rig.take(Batch)
+    rig.request(2, [2] * 5)
+    rig.finish(first)
+    assert [batch.lengths.tolist() for batch in rig.take(Batch)] == [[5]]
+
+
+def test_backfill_runs_in_small_steps_while_somebody_is_online(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 3)
+    (online,) = rig.take(Batch)
+    rig.request(2, *[[2] * 4] * 30, lane="backfill")
+    run(rig, online, 4)
+    (batch,) = rig.take(Batch)
+    assert 16 <= len(batch.token_ids) <= 24  # a third of the time of 64
+
+
+def test_who_is_online_waits_for_one_small_step_of_backfill_at_most(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 3)
+    (batch,) = rig.take(Batch)
+    rig.request(2, *[[2] * 4] * 100, lane="backfill")
+    run(rig, batch, 4)
+    waits_ms = []
+    for request_id in range(10, 20):
+        (backfill,) = rig.take(Batch)
+        rig.request(request_id, [7] * 3)
+        ms = len(backfill.token_ids)
+        run(rig, backfill, ms)
+        (mixed,) = rig.take(Batch)
+        assert mixed.lengths.tolist()[0] == 3
+        waits_ms.append(ms)
+        run(rig, mixed, len(mixed.token_ids))
+    assert max(waits_ms) <= 24
+
+
+def test_backfill_has_the_whole_step_again_when_nobody_was_online_for_a_second(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 3)
+    (online,) = rig.take(Batch)
+    run(rig, online, 4)
+    rig.live(1)
+    rig.request(2, *[[2] * 4] * 30, lane="backfill")
+    assert [len(batch.token_ids) for batch in rig.take(Batch)] == [64, 56]
+
+
+@pytest.mark.parametrize(("lane", "share"), [("score", 0.2), ("backfill", 0.1)])
+def test_a_lane_below_gets_its_share_while_online_work_never_ends(rig: Rig, lane: str, share: float) -> None:
+    learn(rig)
+    rig.request(1, *[[2] * 4] * 1000, lane=lane)
+    rig.request(2, *[[1] * 4] * 5000)
+    spent_ms = {"online": 0, lane: 0}
+    for _ in range(100):
+        for batch in rig.take(Batch):
+            below = int((batch.token_ids == 2).sum())
+            spent_ms[lane] += below
+            spent_ms["online"] += len(batch.token_ids) - below
+            run(rig, batch, len(batch.token_ids))
+    part = spent_ms[lane] / sum(spent_ms.values())
+    assert share * 0.8 <= part <= share * 1.3
+
+
+def test_a_full_backfill_queue_refuses_nobody_who_is_online(rig: Rig) -> None:
+    learn(rig)
+    for request_id in range(1, 300):
+        rig.request(request_id, [2] * 64, lane="backfill")
+    assert {failure.code for failure in rig.take(Failure)} == {"overloaded"}
+    rig.request(1000, [1] * 3)
+    assert rig.take(Failure) == []
+
+
+def test_a_latency_target_makes_steps_smaller(metrics: Metrics) -> None:
+    rig = Rig(metrics, latency_target_ms=32)
+    rig.join()
+    rig.hello()
+    learn(rig)
+    rig.request(1, *[[1] * 4] * 30)
+    sizes = [len(batch.token_ids) for batch in rig.take(Batch)]
+    assert sizes[0] == 32

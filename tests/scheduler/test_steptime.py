@@ -1,0 +1,102 @@
+"""StepTime: what is learned of steps, and what it says of others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler.steptime import StepTime
+
+
+def learned(*steps: tuple[int, int, float]) -> StepTime:
+    """Of steps of (tokens, longest sequence, milliseconds)."""
+    model = StepTime()
+    for num_tokens, longest, ms in steps:
+        model.observe(num_tokens, longest, round(ms * 1000))
+    return model
+
+
+def test_nothing_is_said_before_anything_was_observed() -> None:
+    assert StepTime().predict_ms(100, 100) is None
+    assert StepTime().queue_ms(100, 512, 100) is None
+    assert StepTime().budget(10, 100, 512) == 512
+
+
+def test_a_step_is_predicted_to_take_what_its_like_took() -> None:
+    assert learned((512, 20, 60)).predict_ms(512, 30) == pytest.approx(60)
+
+
+def test_between_two_sizes_a_line_leads_from_one_to_the_other() -> None:
+    model = learned((100, 20, 10), (500, 20, 50))
+    assert model.predict_ms(300, 20) == pytest.approx(30)
+    assert model.predict_ms(101, 20) == pytest.approx(10.1)
+
+
+def test_below_the_smallest_size_a_step_takes_no_less() -> None:
+    assert learned((64, 20, 7), (512, 20, 60)).predict_ms(3, 20) == pytest.approx(7)
+
+
+def test_above_the_largest_size_time_grows_with_tokens() -> None:
+    assert learned((64, 20, 7), (512, 20, 60)).predict_ms(1024, 20) == pytest.approx(120)
+
+
+def test_long_sequences_are_a_class_of_their_own() -> None:
+    model = learned((8192, 20, 14), (8192, 8192, 40))
+    assert model.predict_ms(8192, 100) == pytest.approx(14)
+    assert model.predict_ms(8192, 5000) == pytest.approx(40)
+
+
+def test_a_class_of_lengths_that_never_came_is_taken_for_its_nearest() -> None:
+    assert learned((512, 20, 60)).predict_ms(512, 9000) == pytest.approx(60)
+
+
+def test_a_change_is_followed_within_some_ten_steps() -> None:
+    model = learned((512, 20, 50))
+    for _ in range(40):
+        model.observe(512, 20, 100_000)
+    assert model.predict_ms(512, 20) == pytest.approx(100, rel=0.03)
+
+
+def test_one_step_that_was_stopped_sways_nothing() -> None:
+    model = learned(*[(512, 20, 50.0)] * 20)
+    model.observe(512, 20, 30_000_000)
+    assert model.predict_ms(512, 20) == pytest.approx(60)
+
+
+def test_a_larger_step_is_never_predicted_to_be_quicker() -> None:
+    model = learned((100, 20, 12), (200, 20, 8), (400, 20, 20))
+    predictions = [model.predict_ms(num_tokens, 20) for num_tokens in range(50, 500, 10)]
+    assert predictions == sorted(predictions)
+
+
+def test_a_budget_is_the_most_tokens_that_take_no_longer() -> None:
+    model = learned((100, 20, 10), (500, 20, 50))
+    assert model.budget(30, 20, 512) == 300
+    assert model.budget(60, 20, 512) == 512
+    assert model.budget(1, 20, 512) == 1
+
+
+def test_what_waits_is_counted_in_full_steps_and_a_rest() -> None:
+    model = learned((100, 20, 10), (500, 20, 50))
+    assert model.queue_ms(1300, 500, 20) == pytest.approx(130)
+    assert model.queue_ms(0, 500, 20) == 0
+
+
+def test_short_steps_do_not_make_a_queue_look_longer_than_it_is() -> None:
+    model = learned((512, 20, 58.5), *[(5, 5, 6.8)] * 100)
+    assert model.queue_ms(5120, 512, 20) == pytest.approx(585)
+
+
+def test_predictions_of_noisy_steps_are_within_a_tenth_at_the_median() -> None:
+    rng = random.Random(5)
+    model = StepTime()
+    errors = []
+    for index in range(2000):
+        num_tokens = round(2 ** rng.uniform(3, 12))
+        ms = (3 + num_tokens / 20) * rng.uniform(0.9, 1.1)
+        predicted = model.predict_ms(num_tokens, 100)
+        if predicted is not None and index >= 200:
+            errors.append(abs(ms / predicted - 1))
+        model.observe(num_tokens, 100, round(ms * 1000))
+    assert sorted(errors)[len(errors) // 2] < 0.1
