@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from common.metrics import Metrics
+from tests.browser import Browser, launch
+from tests.chromium import find
 from tests.fakes import FakeWorker, RunningScheduler
 
 
@@ -57,3 +59,15 @@ def start_scheduler(run_dir: str, metrics: Metrics) -> Iterator[Callable[[], Run
     yield start
     for scheduler in schedulers:
         scheduler.close()
+
+
+@pytest.fixture
+async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
+    """A headless Chromium of this test's own. Without one the test is skipped; in CI, where `CI` is set, it fails."""
+    chromium = find()
+    if chromium is None:
+        missing = "no Chromium is found; `make test` says why, tests/chromium.py what is looked for"
+        assert "CI" not in os.environ, missing
+        pytest.skip(missing)
+    async with launch(chromium, tmp_path / "profile") as browser:
+        yield browser
