@@ -63,7 +63,7 @@ from gateway.requests import (
     Request,
     read_request,
 )
-from gateway.routes import operations, operations_by_path
+from gateway.routes import operations, operations_by_path, pages
 from gateway.schema import unsupported
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,7 @@ class Gateway:
             "/openapi.json": _Route("/openapi.json", get, self._openapi),
             "/metrics": _Route("/metrics", get, self._metrics_text),
             _MODELS_PATH: _Route(_MODELS_PATH, get, self._models),
+            **{path: _Route(path, get, partial(self._page, page)) for path, page in pages.load().items()},
         }
         self._model_route = _Route(_MODELS_PATH + "/{id}", get, self._one_model)
 
@@ -483,6 +484,9 @@ class Gateway:
 
     async def _openapi(self, call: Call) -> web.Response:
         return _json(self._document)
+
+    async def _page(self, page: pages.Page, call: Call) -> web.Response:
+        return web.Response(body=page.body, headers=page.headers)
 
 
 def _max_connections(config: GatewayConfig) -> int:

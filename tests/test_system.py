@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
+from tests.browser import Browser
 from tests.suite import ROOT, Suite, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -206,6 +207,22 @@ def test_metrics_are_the_same_whichever_gateway_answers(ready: Suite) -> None:
         seen.update(lines)
     assert len(seen) == 1
     assert float(next(iter(seen)).split()[-1]) > 300
+
+
+async def test_the_status_page_shows_what_the_suite_does(ready: Suite, browser: Browser) -> None:
+    tab = await browser.tab()
+    await tab.open(f"{ready.url}/")
+    await tab.until("samples.length > 0")
+    assert await tab.texts("h1") == ["all-MiniLM-L6-v2"]
+    assert await tab.texts("#state") == ["Ready, 2 of 2 workers"]
+    await tab.fill("#sentences", "I forgot my password.\nHow can I log in again?\nThe hedge is in flower.")
+    await tab.click("#compare-form button")
+    await tab.until("document.querySelector('#matrix')")
+    password, _, flower = map(float, (await tab.texts("#matrix tbody td"))[3:6])  # the second sentence's row
+    assert password > flower + 0.2
+    # Requests, tokens, and both latencies, at the latest sample.
+    await tab.until("TILES.slice(0, 3).flatMap((tile) => tile.points.at(-1)).every((value) => value > 0)")
+    assert tab.complaints == []
 
 
 # --- failures ---

@@ -42,7 +42,7 @@ async def test_everything_needs_the_key(serve: Serve, target: str) -> None:
 
 @pytest.mark.parametrize(
     ("target", "status"),
-    [("/health", 200), ("/ready", 200), ("/metrics", 200), ("/", 404), ("/health/", 200), ("/v1/models/", 401)],
+    [("/health", 200), ("/ready", 200), ("/metrics", 200), ("/", 200), ("/health/", 200), ("/v1/models/", 401)],
 )
 async def test_what_is_open_with_a_key_set(serve: Serve, target: str, status: int) -> None:
     running = await serve(api_key="sesame")
