@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 CHROMIUM := $(VENV)/chromium/chromium
 CHECKED := common gateway scheduler worker tests benchmarks
 
-.PHONY: install up test check format bench clean
+.PHONY: install up test check format bench screenshot clean
 
 install: $(INSTALLED)
 
@@ -40,6 +40,9 @@ format: install
 
 bench: install
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/ragged.py
+
+screenshot: install $(CHROMIUM)
+	$(BIN)/python -m tests.screenshot docs/status-page.png
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
