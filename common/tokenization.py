@@ -58,10 +58,11 @@ def input_name(index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TruncationRule:
-    """What happens to a text that is longer than the model takes."""
+    """What happens to a text that is longer than the model takes, or than its client lets it be."""
 
     allowed: bool
     direction: Direction = "right"  # which end is cut off
+    max_tokens: int | None = None  # what the client lets a text have, special tokens and prompt included
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,10 +268,20 @@ class Tokenizer:
         `name_of` is how errors call the text at a place in the list.
 
         Raises:
-            InvalidRequest: empty_input, context_length_exceeded, input_too_long or invalid_token_id, naming the text.
+            InvalidRequest: empty_input, context_length_exceeded, input_too_long or invalid_token_id, naming the text;
+                out_of_range where the client's `max_tokens` leaves no room for any.
             InternalError: the tokenizer itself failed.
         """
-        room = self._max_tokens - self._num_special
+        max_tokens = self._max_tokens
+        if truncation.max_tokens is not None and truncation.max_tokens < max_tokens:
+            max_tokens = truncation.max_tokens
+        room = max_tokens - self._num_special
+        if room < 1:
+            raise InvalidRequest(
+                f"max_tokens must be more than {self._num_special}: so many are special tokens around a text.",
+                param="max_tokens",
+                code="out_of_range",
+            )
         limit_chars = self.reader.limit_chars(truncation)
         whole = [text if len(text) <= limit_chars else None for text in texts]
         if not truncation.allowed and None in whole:
@@ -283,9 +294,10 @@ class Tokenizer:
                 ids = self.reader.encode_cut(text, truncation.direction, room)
             else:
                 ids = next(encodings).ids
-                if len(ids) > self._max_tokens:
+                if len(ids) > max_tokens:
                     if not truncation.allowed:
-                        raise context_length_exceeded(name_of(offset), len(ids), self._max_tokens)
+                        who = "this model takes" if max_tokens == self._max_tokens else "max_tokens allows"
+                        raise context_length_exceeded(name_of(offset), len(ids), max_tokens, who=who)
                     ids = self.reader.encode_cut(text, truncation.direction, room)
             if not ids:
                 name = name_of(offset)
@@ -294,7 +306,7 @@ class Tokenizer:
                     param=name,
                     code="empty_input",
                 )
-            assert len(ids) <= self._max_tokens, "truncation left too many tokens: this is a bug"
+            assert len(ids) <= max_tokens, "truncation left too many tokens: this is a bug"
             self.reader.check_vocabulary(ids, name_of(offset))
             rows.append(np.array(ids, dtype=np.int32))
         return rows
@@ -396,11 +408,20 @@ def _relevant_part(text: str, direction: Direction, num_chars: int) -> str:
 
 
 def context_length_exceeded(
-    name: str, num_tokens: int, limit: int, *, included: str = "", can_cut: bool = True
+    name: str,
+    num_tokens: int,
+    limit: int,
+    *,
+    included: str = "",
+    can_cut: bool = True,
+    who: str = "this model takes",
 ) -> InvalidRequest:
-    """The error of a text that has too many tokens; `included` says what of them is not the text's own."""
+    """The error of a text that has too many tokens.
+
+    `included` says what of them is not the text's own, `who` whose limit it is.
+    """
     return InvalidRequest(
-        f"{name} has {num_tokens} tokens{included and f', {included} included'}; this model takes at most {limit}. "
+        f"{name} has {num_tokens} tokens{included and f', {included} included'}; {who} at most {limit}. "
         f"Shorten it{', or send truncate: true' if can_cut else ''}.",
         param=name,
         code="context_length_exceeded",

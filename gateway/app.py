@@ -50,7 +50,7 @@ from gateway.body import BadRequest, read_body
 from gateway.budgets import Budgets
 from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
-from gateway.formats import EncodingFormat, check_finite, raw_rows
+from gateway.formats import RowFormat, as_written, check_finite
 from gateway.http import HttpLimits, Server
 from gateway.requests import (
     Asked,
@@ -315,7 +315,10 @@ class Gateway:
         )
         while True:
             try:
-                embedded = await self._submit(call, model, request, encoded.sequences, spans=encoded.spans)
+                embedded, *more = [
+                    await self._submit(call, model, one, encoded.sequences, spans=encoded.spans)
+                    for one in _by_encoding(request)
+                ]
                 break
             except ServiceError as error:
                 sequence = _sequence_of(error)
@@ -336,6 +339,7 @@ class Gateway:
             encoded.failures,
             encoded.places,
             None if encoded.spans is None else list(map(len, encoded.spans)),
+            dict(zip(request.more_encodings, (other.rows for other in more), strict=True)),
         )
 
     async def _embed_in_context(self, call: Call, model: Model, request: ContextualRequest) -> Outcome:
@@ -423,7 +427,8 @@ class Gateway:
             type_starts=type_starts,
             spans=spans,
         )
-        call.queue_us, call.step_us = embedded.queue_us, embedded.step_us
+        call.queue_us += embedded.queue_us
+        call.step_us += embedded.step_us
         if call.key is not None and call.key.name is not None:
             self._metrics.key_tokens.labels(call.key.name).inc(num_tokens)
         return embedded
@@ -507,15 +512,21 @@ def _sequence_of(error: ServiceError) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _matrix(rows: Rows, encoding_format: EncodingFormat) -> web.Response:
+def _by_encoding(request: EmbeddingRequest) -> list[EmbeddingRequest]:
+    """The request, then itself in each of the encodings that are wanted besides."""
+    return [request, *(replace(request, encoding=other, normalize=False) for other in request.more_encodings)]
+
+
+def _matrix(rows: Rows, row_format: RowFormat) -> web.Response:
     """Rows as they are, little-endian, one after the other."""
     check_finite(rows, lambda row: f"row {row}")
+    rows = as_written(rows, row_format)
     headers = {
         "Content-Type": _OCTETS,
         "X-Embedding-Shape": f"{rows.shape[0]},{rows.shape[1]}",
         "X-Embedding-Dtype": rows.dtype.name,
     }
-    return web.Response(body=raw_rows(rows, encoding_format), headers=headers)
+    return web.Response(body=rows.tobytes(), headers=headers)
 
 
 def _json(body: bytes) -> web.Response:

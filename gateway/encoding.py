@@ -302,13 +302,15 @@ class Encoder:
         inputs = request.inputs
         if inputs.token_ids and not request.truncation.allowed:
             # Before anything looks at each of them: a body may hold millions.
-            _check_num_tokens(len(inputs), sum(map(len, inputs.token_ids)), max_tokens)
+            _check_num_tokens(len(inputs), sum(map(len, inputs.token_ids)), max_tokens, inputs.list_name)
         if inputs.texts and self._is_short(request):
             sequences: list[TokenIds | InvalidRequest] = [*await self._encode_short(model, request)]
-            _check_num_tokens(len(sequences), sum(map(_num_tokens, sequences)), max_tokens)
+            _check_num_tokens(len(sequences), sum(map(_num_tokens, sequences)), max_tokens, inputs.list_name)
         else:
             sizes = [len(request.prompt) + len(text) for text in inputs.texts] or list(map(len, inputs.token_ids))
-            sequences = await self._in_parts(partial(_encode_part, model, request), sizes, _num_tokens, max_tokens)
+            sequences = await self._in_parts(
+                partial(_encode_part, model, request), sizes, _num_tokens, max_tokens, name=inputs.list_name
+            )
         encoded = EncodedInputs.of(sequences, inputs)
         if request.by_token:
             encoded.spans = [_each_token(len(sequence)) for sequence in encoded.sequences]

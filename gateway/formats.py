@@ -7,8 +7,8 @@ quantiser, from the vector as it pools it, so they are the same whatever the che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,28 +22,72 @@ from gateway.schema import check_at_most, unsupported
 
 Logits = npt.NDArray[np.float32]  # [pairs], or [pairs, labels]
 
+# What `encoding_format` may be, for OpenAI's and Perplexity's clients.
 EncodingFormat = Literal["float", "base64", "base64_int8", "base64_binary", "base64_ubinary"]
 
+# Numbers, as Cohere's and Voyage's clients name their types.
+Dtype = Literal["float", "int8", "uint8", "binary", "ubinary"]
+
+# All ways to write a row: a Dtype is a list of numbers, the others are base64. The bits of `binary` and `ubinary` have
+# the first dimension in a byte's highest bit, and so has `base64_signed_binary`, which is `binary` in base64;
+# Perplexity's `base64_binary` has it in the lowest.
+RowFormat = Literal[
+    "float",
+    "base64",
+    "base64_int8",
+    "base64_binary",
+    "base64_ubinary",
+    "int8",
+    "uint8",
+    "binary",
+    "ubinary",
+    "base64_uint8",
+    "base64_signed_binary",
+]
+
 # The encoding (of common/protocol.py) that a worker is asked for.
-ENCODINGS: dict[EncodingFormat, str] = {
+ENCODINGS: dict[RowFormat, str] = {
     "float": "float32",
     "base64": "float32",
     "base64_int8": "int8",
     "base64_binary": "binary",
     "base64_ubinary": "binary",
+    "int8": "int8",
+    "uint8": "int8",
+    "binary": "binary",
+    "ubinary": "binary",
+    "base64_uint8": "int8",
+    "base64_signed_binary": "binary",
 }
+
+# Each type's numbers in base64.
+IN_BASE64: dict[Dtype, RowFormat] = {
+    "float": "base64",
+    "int8": "base64_int8",
+    "uint8": "base64_uint8",
+    "binary": "base64_signed_binary",
+    "ubinary": "base64_ubinary",
+}
+
+_NUMBERS: tuple[Dtype, ...] = get_args(Dtype)
 
 # From the first dimension in a byte's lowest bit, as rows come, to the first in its highest.
 _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+
+_HIGHEST_BIT = np.uint8(0x80)  # where it changes sides, 128 is added or taken away
 
 
 def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> EncodingFormat:
     """The format; `float` unless named. Raises InvalidRequest (unsupported_parameter) where the model lacks it."""
     if value is None:
         return "float"
-    if ENCODINGS[value] not in facts.encodings:
-        served = [name for name, encoding in ENCODINGS.items() if encoding in facts.encodings]
-        raise unsupported("encoding_format", f"this model does not make it; use one of: {', '.join(served)}")
+    _check_made(value, get_args(EncodingFormat), facts, "encoding_format")
+    return value
+
+
+def check_dtype(value: Dtype, facts: ModelFacts, name: str) -> Dtype:
+    """The type, asked for in a field of this name. Raises as `check_encoding_format` does."""
+    _check_made(value, _NUMBERS, facts, name)
     return value
 
 
@@ -83,17 +127,18 @@ def check_finite(rows: Rows, name_of: Callable[[int], str]) -> None:
         raise NonfiniteOutput(f"The model made a NaN or an infinity of {name}.", param=name)
 
 
-def json_rows(rows: Rows, encoding_format: EncodingFormat) -> Iterator[bytes]:
+def json_rows(rows: Rows, row_format: RowFormat) -> Iterator[bytes]:
     """Each row, of the format's encoding, as JSON; floats as the shortest decimals that give float32 back.
 
     One row at a time: the JSON writer holds the interpreter's lock for a whole call, so that even on another thread
     a large matrix at once would stop the event loop.
     """
-    if encoding_format == "float":
+    rows = as_written(rows, row_format)
+    if row_format in _NUMBERS:
         for row in rows:
             yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
     else:
-        data = _octets(rows, encoding_format)
+        data = rows.data.cast("B")
         num_bytes = len(data) // len(rows)
         for start in range(0, len(data), num_bytes):
             yield b'"%b"' % pybase64.b64encode(data[start : start + num_bytes])
@@ -113,13 +158,26 @@ def decimals(scores: npt.NDArray[np.float32]) -> list[bytes]:
     return orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
 
 
-def raw_rows(rows: Rows, encoding_format: EncodingFormat) -> bytes:
-    """The bare matrix, little-endian, row after row."""
-    return bytes(_octets(rows, encoding_format))
+def as_written(rows: Rows, row_format: RowFormat) -> Rows:
+    """The numbers that a format shows of rows of its encoding: the rows themselves unless it changes what bytes mean.
+
+    uint8 is int8 with 128 added. In `ubinary` the first of eight dimensions is a byte's highest bit, rather than its
+    lowest; `binary` is that with 128 taken away, so that both are what numpy.packbits and sentence-transformers make.
+    """
+    if row_format in ("uint8", "base64_uint8"):
+        return rows.view(np.uint8) ^ _HIGHEST_BIT
+    if row_format in ("ubinary", "base64_ubinary"):
+        return _highest_bit_first(rows)
+    if row_format in ("binary", "base64_signed_binary"):
+        return (_highest_bit_first(rows) ^ _HIGHEST_BIT).view(np.int8)
+    return rows
 
 
-def _octets(rows: Rows, encoding_format: EncodingFormat) -> bytes | memoryview:
-    """What the rows hold, one after the other; without a copy unless bits change places."""
-    if encoding_format == "base64_ubinary":
-        return rows.tobytes().translate(_REVERSED_BITS)
-    return rows.data.cast("B")
+def _highest_bit_first(rows: Rows) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(rows.tobytes().translate(_REVERSED_BITS), dtype=np.uint8).reshape(rows.shape)
+
+
+def _check_made(value: RowFormat, choices: Sequence[RowFormat], facts: ModelFacts, name: str) -> None:
+    if ENCODINGS[value] not in facts.encodings:
+        served = [choice for choice in choices if ENCODINGS[choice] in facts.encodings]
+        raise unsupported(name, f"this model does not make it; use one of: {', '.join(served)}")

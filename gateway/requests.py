@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from common.pairs import PairNames
 from common.protocol import ModelFacts
 from common.tokenization import NameOf, TruncationRule
 from gateway.client import Rows
-from gateway.formats import EncodingFormat, Logits
+from gateway.formats import Logits, RowFormat
 from gateway.schema import (
     check_text,
     check_texts,
@@ -32,6 +32,28 @@ from gateway.schema import (
 )
 
 B = TypeVar("B", bound=msgspec.Struct)
+
+# What a text is for, in the words of Cohere's and Voyage's clients, and what checkpoints call the prompt for it, the
+# first of which that there is goes before the text.
+InputType = Literal["query", "document", "search_query", "search_document", "classification", "clustering"]
+_QUERY_PROMPTS = ("query", "search_query")
+_DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus")
+_PROMPTS: dict[InputType, tuple[str, ...]] = {
+    "query": _QUERY_PROMPTS,
+    "search_query": _QUERY_PROMPTS,
+    "document": _DOCUMENT_PROMPTS,
+    "search_document": _DOCUMENT_PROMPTS,
+    "classification": ("classification", "Classification"),
+    "clustering": ("clustering", "Clustering"),
+}
+
+# Cohere's words for truncation.
+Truncation = Literal["NONE", "START", "END"]
+TRUNCATION: dict[Truncation, TruncationRule] = {
+    "NONE": TruncationRule(allowed=False),
+    "START": TruncationRule(allowed=True, direction="left"),
+    "END": TruncationRule(allowed=True, direction="right"),
+}
 
 # What `parse_inputs` takes, for /openapi.json: more than msgspec's types can say.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -62,6 +84,7 @@ class Inputs:
     name_of: NameOf  # from a place in the client's list to how errors call it
     places: Sequence[int]  # in that list, of each that is here
     failures: Mapping[int, InvalidRequest] = field(default_factory=dict)  # of those that are not, by place
+    list_name: str = "input"  # how errors call the list
 
     def __len__(self) -> int:
         return len(self.places)
@@ -73,7 +96,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """A row of each text, or of each of its tokens."""
+    """A row of each text, or of each of its tokens; the same in each of `more_encodings`."""
 
     inputs: Inputs
     prompt: str  # goes before every text
@@ -84,6 +107,7 @@ class EmbeddingRequest:
     lane: str | None  # None: the key's own, or `usual_lane`
     partial: bool = False  # what cannot be embedded leaves the others alone
     by_token: bool = False
+    more_encodings: tuple[str, ...] = ()  # besides `encoding`, none of them float32
 
     usual_lane: ClassVar[str] = "online"
 
@@ -136,6 +160,7 @@ class Outcome:
     failures: Mapping[int, ServiceError] = field(default_factory=dict)  # of a partial request, by place
     places: Sequence[int] | None = None  # in the client's list, of each text that has rows; None: all have
     row_counts: Sequence[int] | None = None  # of each of these texts; None: one
+    more_rows: Mapping[str, Rows] = field(default_factory=dict)  # by encoding, of those that were asked for besides
 
     @property
     def logits(self) -> Logits:
@@ -151,7 +176,7 @@ class Asked:
     request: Request
     render: Callable[[Outcome], bytes]
     num_chars: int = 0  # of the client's own text in the answer: a long one is rendered on a thread
-    raw_format: EncodingFormat | None = None  # of rows that may be asked for as they are, without JSON
+    raw_format: RowFormat | None = None  # of rows that may be asked for as they are, without JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +219,7 @@ def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = F
     if type(value) is str:
         if not value:
             raise empty_input(name)
-        return Inputs([value], [], lambda _: name, range(1))
+        return Inputs([value], [], lambda _: name, range(1), list_name=name)
     if type(value) is not list:
         raise InvalidRequest(
             f"{name} must be a string, a list of strings, a list of token ids or a list of such lists.",
@@ -205,7 +230,7 @@ def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = F
         raise empty_input(name)
     first = value[0]
     if isinstance(first, int | float):
-        return Inputs([], [value], lambda _: name, range(1))
+        return Inputs([], [value], lambda _: name, range(1), list_name=name)
     if len(value) > max_inputs:
         raise too_many_inputs(name, len(value), max_inputs)
     if type(first) is list:
@@ -216,43 +241,56 @@ def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = F
                     param=f"{name}[{index}]",
                     code="invalid_type",
                 )
-        return Inputs([], value, name_of, range(len(value)))
+        return Inputs([], value, name_of, range(len(value)), list_name=name)
     if partial:
-        return _good_texts(value, name_of)
+        return _good_texts(value, name, name_of)
     if type(first) is not str:
         raise InvalidRequest(
             f"{name}[0] must be a string, a token id or a list of token ids.", param=f"{name}[0]", code="invalid_type"
         )
-    return Inputs(check_texts(value, name), [], name_of, range(len(value)))
+    return Inputs(check_texts(value, name), [], name_of, range(len(value)), list_name=name)
 
 
 def parse_prompt(
-    prompt: str | None, prompt_name: str | None, truncation: TruncationRule, inputs: Inputs, facts: ModelFacts
+    prompt: str | None,
+    prompt_name: str | None,
+    truncation: TruncationRule,
+    inputs: Inputs,
+    facts: ModelFacts,
+    *,
+    input_type: InputType | None = None,
+    direction_name: str = "truncation_direction",
 ) -> str:
-    """What goes before every text: a client's own words, or a prompt of the checkpoint by name, by default its own.
+    """What goes before every text: a client's own words, or a prompt of the checkpoint, by default its own.
+
+    A prompt is named, or it is what the checkpoint has for texts of this `input_type`: for many types, nothing.
+    `direction_name` is the field that says which end of a text is cut.
 
     Raises:
-        InvalidRequest: both are given, or either with token ids; there is no prompt of that name; a prompt that is not
-            part of the vector would be cut away.
+        InvalidRequest: two of them are given, or one with token ids; there is no prompt of that name; a prompt that is
+            not part of the vector would be cut away.
     """
-    if prompt is not None and prompt_name is not None:
-        raise InvalidRequest("prompt and prompt_name exclude each other: send one of them.", param="prompt")
-    given = "prompt" if prompt is not None else "prompt_name" if prompt_name is not None else None
+    fields = {"prompt": prompt, "prompt_name": prompt_name, "input_type": input_type}
+    given = [name for name, value in fields.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one of them.", param=given[0])
     if not inputs.texts:
-        if given is not None:
-            raise InvalidRequest(f"{given} goes before text; token ids are run as they are.", param=given)
+        if given:
+            raise InvalidRequest(f"{given[0]} goes before text; token ids are run as they are.", param=given[0])
         return ""
-    if prompt is None:
+    if input_type is not None:
+        prompt = next((facts.prompts[name] for name in _PROMPTS[input_type] if name in facts.prompts), "")
+    elif prompt is None:
         name = prompt_name if prompt_name is not None else facts.default_prompt_name
         if name is not None and name not in facts.prompts:
             raise InvalidRequest("This model has no prompt of that name.", param="prompt_name")
         prompt = "" if name is None else facts.prompts[name]
     if prompt and truncation.direction == "left" and not facts.include_prompt:
-        raise unsupported("truncation_direction", "this model's prompt, which comes first, is not part of the vector")
+        raise unsupported(direction_name, "this model's prompt, which comes first, is not part of the vector")
     return prompt
 
 
-def _good_texts(values: list[object], name_of: NameOf) -> Inputs:
+def _good_texts(values: list[object], name: str, name_of: NameOf) -> Inputs:
     texts: list[str] = []
     places: list[int] = []
     failures: dict[int, InvalidRequest] = {}
@@ -265,4 +303,4 @@ def _good_texts(values: list[object], name_of: NameOf) -> Inputs:
             places.append(place)
     if not texts:
         raise failures[0]
-    return Inputs(texts, [], name_of, places, failures)
+    return Inputs(texts, [], name_of, places, failures, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.requests import Operation
-from gateway.routes import contextual, openai, rerank
+from gateway.routes import cohere, contextual, openai, rerank
 
 # On a path that several dialects share, in the order in which they are asked whether a body is theirs.
 OPERATIONS: tuple[Operation[Any], ...] = (
@@ -13,6 +13,8 @@ OPERATIONS: tuple[Operation[Any], ...] = (
     contextual.CONTEXTUAL,
     rerank.RERANK,
     rerank.SCORE,
+    cohere.EMBED,
+    cohere.EMBED_V1,
 )
 
 

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings` as OpenAI's clients speak it: body → request, vectors → body. No sockets.
+"""`POST /v1/embeddings` as clients of OpenAI, Perplexity and Voyage speak it: body → request, vectors → body. No I/O.
 
 Fields that mean something are checked; those that OpenAI, LangChain, LlamaIndex, LiteLLM or vLLM clients send along and
 that cannot change a vector are accepted unread. Anything else is refused: it may be a misspelt field, and a vector made
@@ -17,13 +17,18 @@ import msgspec
 import orjson
 from msgspec import Meta
 
+from common.errors import InvalidRequest
 from common.protocol import ModelFacts
 from common.tokenization import NameOf, TruncationRule
 from gateway.answers import Error, Usage, error_object, render_usage
 from gateway.formats import (
     ENCODINGS,
+    IN_BASE64,
+    Dtype,
     EncodingFormat,
+    RowFormat,
     check_dimensions,
+    check_dtype,
     check_encoding_format,
     check_finite,
     check_normalize,
@@ -33,6 +38,7 @@ from gateway.requests import (
     INPUT_SCHEMA,
     Asked,
     EmbeddingRequest,
+    InputType,
     Limits,
     Operation,
     Outcome,
@@ -65,6 +71,21 @@ class EmbeddingsBody(Body, kw_only=True):
     prompt_name: Annotated[str | None, Meta(description="One of the checkpoint's prompts, to go before texts.")] = None
     prompt: Annotated[str | None, Meta(description="Words to go before every text.")] = None
     partial: Annotated[bool | None, Meta(description="Embed what can be, and list what cannot under `errors`.")] = None
+    input_type: Annotated[
+        InputType | None,
+        Meta(description="What the texts are for: the checkpoint's prompt for it, if any, goes before them."),
+    ] = None
+    truncation: Annotated[bool | None, Meta(description="As `truncate`, in the words of Voyage's client.")] = None
+    output_dimension: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="As `dimensions`, in the words of Voyage's client.")
+    ] = None
+    output_dtype: Annotated[
+        Dtype | None,
+        Meta(
+            description="The type of a vector's numbers, all but `float` of a model that declares a quantiser; "
+            "`encoding_format` then is `base64`, or left out for numbers."
+        ),
+    ] = None
     safety_identifier: Annotated[Any, Meta(description="Accepted and not read.")] = None
     service_tier: Annotated[Any, Meta(description="Accepted and not read.")] = None
     store: Annotated[Any, Meta(description="Accepted and not read.")] = None
@@ -102,17 +123,19 @@ def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> Asked:
         NotFound: model_not_found.
     """
     check_body(body, facts, "embed")
-    encoding_format = check_encoding_format(body.encoding_format, facts)
-    encoding = ENCODINGS[encoding_format]
+    row_format = _row_format(body, facts)
+    encoding = ENCODINGS[row_format]
+    truncate = _either(body, "truncate", "truncation")
     truncation = TruncationRule(
-        limits.auto_truncate if body.truncate is None else body.truncate, body.truncation_direction or "right"
+        limits.auto_truncate if truncate is None else truncate, body.truncation_direction or "right"
     )
+    dimensions_name = "dimensions" if body.output_dimension is None else "output_dimension"
     inputs = parse_inputs(body.input, "input", limits.max_inputs, partial=bool(body.partial))
     request = EmbeddingRequest(
         inputs=inputs,
-        prompt=parse_prompt(body.prompt, body.prompt_name, truncation, inputs, facts),
+        prompt=parse_prompt(body.prompt, body.prompt_name, truncation, inputs, facts, input_type=body.input_type),
         truncation=truncation,
-        dimensions=check_dimensions(body.dimensions, facts, encoding),
+        dimensions=check_dimensions(_either(body, "dimensions", "output_dimension"), facts, encoding, dimensions_name),
         normalize=check_normalize(body.normalize, facts, encoding),
         encoding=encoding,
         lane=body.lane,
@@ -120,12 +143,12 @@ def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> Asked:
     )
     return Asked(
         request,
-        partial(render, name_of=inputs.name_of, encoding_format=encoding_format),
-        raw_format=encoding_format,
+        partial(render, name_of=inputs.name_of, row_format=row_format),
+        raw_format=row_format,
     )
 
 
-def render(outcome: Outcome, *, name_of: NameOf, encoding_format: EncodingFormat) -> bytes:
+def render(outcome: Outcome, *, name_of: NameOf, row_format: RowFormat) -> bytes:
     """The answer's body for rows of the format's encoding.
 
     Raises:
@@ -135,7 +158,7 @@ def render(outcome: Outcome, *, name_of: NameOf, encoding_format: EncodingFormat
     places = range(len(rows)) if outcome.places is None else outcome.places
     check_finite(rows, lambda row: name_of(places[row]))
     pieces = [b'{"object":"list","model":', orjson.dumps(outcome.facts.name), b',"data":[']
-    for index, row in zip(places, json_rows(rows, encoding_format), strict=True):
+    for index, row in zip(places, json_rows(rows, row_format), strict=True):
         pieces += (b'{"object":"embedding","index":%d,"embedding":' % index, row, b"},")
     pieces[-1] = b"}]"
     if outcome.failures:
@@ -145,9 +168,32 @@ def render(outcome: Outcome, *, name_of: NameOf, encoding_format: EncodingFormat
     return b"".join(pieces)
 
 
+def _row_format(body: EmbeddingsBody, facts: ModelFacts) -> RowFormat:
+    """OpenAI's and Perplexity's clients name one of several formats, Voyage's a type and whether it is in base64."""
+    if body.output_dtype is None:
+        return check_encoding_format(body.encoding_format, facts)
+    dtype = check_dtype(body.output_dtype, facts, "output_dtype")
+    if body.encoding_format == "base64":
+        return IN_BASE64[dtype]
+    if body.encoding_format is None or body.encoding_format == dtype:
+        return dtype
+    raise InvalidRequest(
+        "With output_dtype, encoding_format is base64 or left out: the type is output_dtype's to say.",
+        param="encoding_format",
+    )
+
+
+def _either(body: EmbeddingsBody, name: str, other: str) -> Any:  # noqa: ANN401  # a field's value
+    """The value of whichever of two fields that mean the same was sent."""
+    value, also = getattr(body, name), getattr(body, other)
+    if value is not None and also is not None:
+        raise InvalidRequest(f"{name} and {other} are the same: send one of them.", param=other)
+    return also if value is None else value
+
+
 EMBEDDINGS = Operation(
     paths=(PATH,),
-    dialect="OpenAI, Perplexity",
+    dialect="OpenAI, Perplexity, Voyage",
     summary="Embed texts",
     description="A vector of each input. With `Accept: application/octet-stream` the answer is the bare little-endian "
     "matrix, its shape in `X-Embedding-Shape` and its type in `X-Embedding-Dtype`.",

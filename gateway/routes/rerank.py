@@ -24,7 +24,7 @@ from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import TruncationRule
 from gateway.answers import Usage, render_usage
 from gateway.formats import check_finite, decimals, scores_of
-from gateway.requests import Asked, Limits, Operation, Outcome, PairsRequest
+from gateway.requests import TRUNCATION, Asked, Limits, Operation, Outcome, PairsRequest, Truncation
 from gateway.schema import (
     Body,
     check_body,
@@ -39,15 +39,6 @@ from gateway.schema import (
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
-
-Truncation = Literal["NONE", "START", "END"]
-
-# Cohere's words for truncation, and the rule that each is.
-_TRUNCATION: dict[Truncation, TruncationRule] = {
-    "NONE": TruncationRule(allowed=False),
-    "START": TruncationRule(allowed=True, direction="left"),
-    "END": TruncationRule(allowed=True, direction="right"),
-}
 
 # As Voyage's own server has it, and as much as Cohere advises.
 MAX_DOCUMENTS = 1000
@@ -292,7 +283,7 @@ def _parse_truncation(body: PairsBody, facts: ModelFacts, default: Truncation) -
     word: Truncation = ("END" if asked else "NONE") if isinstance(asked, bool) else asked
     if word == "START" and facts.pair_template != OWN_PAIRS:
         raise unsupported("truncate", "in this model's template a document is cut at its end only: use END")
-    return _TRUNCATION[word]
+    return TRUNCATION[word]
 
 
 def _parse_top_n(body: RerankBody) -> int | None:

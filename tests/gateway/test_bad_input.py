@@ -180,7 +180,7 @@ BODIES = [
     fields("40 prompt a number", {"prompt_name": 5}, "invalid_type", "prompt_name"),
     fields("40 two prompts", {"prompt_name": "query", "prompt": "q"}, "invalid_value", "prompt"),
     fields("40 prompt for ids", {"input": [5], "prompt_name": "query"}, "invalid_value", "prompt_name"),
-    fields("40 input_type", {"input_type": "query"}, "unknown_field", "input_type"),
+    fields("40 input_type", {"input_type": "qeury"}, "invalid_value", "input_type"),
     fields("60 image", {"input": {"image_url": "file:///canary-7f3a"}}, "invalid_type", "input"),
     fields("60 image in a list", {"input": [{"image_url": "http://canary-7f3a/"}]}, "invalid_type", "input[0]"),
     fields("79 stream", {"stream": True}, "unsupported_parameter", "stream"),

@@ -387,18 +387,48 @@ async def test_tokens_are_counted_over_the_whole_request(serve: Serve) -> None:
     assert (await ask(running.port, "POST", "/v1/embeddings", body)).status == 200
 
 
-@pytest.mark.slow
-async def test_the_openai_client_gets_its_vectors(server: Running) -> None:
-    openai = pytest.importorskip("openai")
-    async with openai.AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0
-    ) as client:
-        answer = await client.embeddings.create(model="tiny", input=["w5 w6", "w7"])
-        floats = await client.embeddings.create(model="tiny", input="w5 w6", encoding_format="float", dimensions=3)
-        models = [model.id async for model in client.models.list()]
-        with pytest.raises(openai.NotFoundError, match="not served here"):
-            await client.embeddings.create(model="other", input="w5")
-    np.testing.assert_allclose([item.embedding for item in answer.data], [vector(W5_W6), vector([1, 11, 2])], rtol=1e-6)
-    np.testing.assert_allclose(floats.data[0].embedding, vector(W5_W6, dimensions=3), rtol=1e-6)
-    assert answer.usage.total_tokens == 7
-    assert models == ["tiny"]
+@pytest.mark.parametrize(
+    ("fields", "ids"),
+    [
+        ({"input": "w5 w6", "input_type": "query"}, [1, 5, 6, 9, 10, 2]),
+        ({"input": "w5 w6", "input_type": "document"}, W5_W6),
+        ({"input": "w5 w6", "input_type": None}, W5_W6),
+        ({"input": "w1 " * 20, "truncation": True}, [1, *[5] * 14, 2]),
+        ({"input": "w1 " * 20, "truncation": True, "truncate": None}, [1, *[5] * 14, 2]),
+    ],
+)
+async def test_voyages_fields_say_what_goes_before_a_text_and_whether_it_is_cut(
+    server: Running, fields: dict[str, object], ids: list[int]
+) -> None:
+    answer = await embed(server.port, fields)
+    assert answer.status == 200, answer.body
+    assert server.stub.submitted[0]["sequences"] == [ids]
+
+
+async def test_voyages_output_dimension_is_dimensions(server: Running) -> None:
+    row = embeddings((await embed(server.port, {"input": "w5 w6", "output_dimension": 3})).json)[0]
+    np.testing.assert_allclose(row, vector(W5_W6, dimensions=3), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"dimensions": 3, "output_dimension": 3}, "invalid_value", "output_dimension"),
+        ({"output_dimension": DIMENSIONS + 1}, "out_of_range", "output_dimension"),
+        ({"truncate": False, "truncation": True}, "invalid_value", "truncation"),
+        ({"input": "w1 " * 20, "truncation": False}, "context_length_exceeded", "input"),
+        ({"input_type": "query", "prompt": "w1"}, "invalid_value", "prompt"),
+        ({"input_type": "query", "prompt_name": "query"}, "invalid_value", "prompt_name"),
+        ({"input_type": "query", "input": [5]}, "invalid_value", "input_type"),
+        ({"output_dtype": "int8"}, "unsupported_parameter", "output_dtype"),
+        ({"output_dtype": "float16"}, "invalid_value", "output_dtype"),
+        ({"output_dtype": "float", "encoding_format": "base64_int8"}, "invalid_value", "encoding_format"),
+    ],
+    ids=repr,
+)
+async def test_voyages_fields_contradict_nothing(
+    server: Running, fields: dict[str, object], code: str, param: str
+) -> None:
+    answer = await embed(server.port, {"input": "w5 w6", **fields})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
+    assert server.stub.submitted == []

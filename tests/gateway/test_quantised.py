@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from gateway.app import Gateway
 from gateway.client import SchedulerClient
 from tests.fakes import DIMENSIONS, QUANTISING_FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_row
 from tests.gateway.conftest import Running, Serve, listening_socket
-from tests.gateway.wire import Answer, embed
+from tests.gateway.wire import Answer, ask, embed
 
 StartWorker = Callable[..., FakeWorker]
 StartGateway = Callable[..., Awaitable[int]]
@@ -30,6 +31,19 @@ IDS = ([1, 9, 10, 2], [1, 11, 2])
 TEXTS = ["w5 w6", "w7"]
 INT8_ROWS = [oracle_row(ids, "int8") for ids in IDS]
 BINARY_ROWS = [oracle_row(ids, "binary") for ids in IDS]
+
+FLOAT_ROWS = [oracle_row(ids, "float32") for ids in IDS]
+BITS = np.unpackbits(np.stack(BINARY_ROWS), axis=1, bitorder="little")  # [inputs, dimensions]
+
+# What Cohere's and Voyage's clients mean by each type: ubinary as numpy packs bits, binary 128 below it.
+BY_TYPE = {
+    "float": [row.tolist() for row in FLOAT_ROWS],
+    "int8": [row.tolist() for row in INT8_ROWS],
+    "uint8": [(row.astype(int) + 128).tolist() for row in INT8_ROWS],
+    "binary": (np.packbits(BITS, axis=1).astype(int) - 128).tolist(),
+    "ubinary": np.packbits(BITS, axis=1).tolist(),
+}
+NUMPY_TYPES = {"float": "<f4", "int8": "int8", "uint8": "uint8", "binary": "int8", "ubinary": "uint8"}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +150,56 @@ async def test_dimensions_cut_quantised_rows(port: int, encoding_format: str, di
     whole = await embed(port, {"input": TEXTS, "encoding_format": encoding_format})
     cut = await embed(port, {"input": TEXTS, "encoding_format": encoding_format, "dimensions": dimensions})
     assert decoded(cut) == [row[:num_bytes] for row in decoded(whole)]
+
+
+@pytest.mark.parametrize("output_dtype", list(BY_TYPE))
+async def test_voyages_types_are_numbers_or_base64_of_them(port: int, output_dtype: str) -> None:
+    fields = {"input": TEXTS, "output_dtype": output_dtype}
+    numbers = await embed(port, {**fields, "encoding_format": None})
+    assert [item["embedding"] for item in numbers.json["data"]] == BY_TYPE[output_dtype]
+    rows = decoded(await embed(port, {**fields, "encoding_format": "base64"}))
+    assert [np.frombuffer(row, NUMPY_TYPES[output_dtype]).tolist() for row in rows] == BY_TYPE[output_dtype]
+
+
+@pytest.mark.parametrize("output_dtype", list(BY_TYPE))
+async def test_the_raw_matrix_is_of_voyages_type(port: int, output_dtype: str) -> None:
+    answer = await embed(port, {"input": TEXTS, "output_dtype": output_dtype}, OCTETS)
+    rows = np.frombuffer(answer.body, answer.headers["x-embedding-dtype"])
+    assert np.dtype(answer.headers["x-embedding-dtype"]) == np.dtype(NUMPY_TYPES[output_dtype])
+    assert rows.reshape(2, -1).tolist() == BY_TYPE[output_dtype]
+
+
+@pytest.mark.parametrize("encoding_format", ["base64_int8", "float"])
+async def test_a_type_is_said_in_one_place(port: int, encoding_format: str) -> None:
+    answer = await embed(port, {"input": TEXTS, "output_dtype": "int8", "encoding_format": encoding_format})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", "encoding_format")
+
+
+@pytest.mark.parametrize("types", [[name] for name in BY_TYPE] + [list(BY_TYPE), ["ubinary", "int8"]], ids="-".join)
+async def test_cohere_has_every_type_that_it_asks_for(port: int, types: list[str]) -> None:
+    answer = await ask(port, "POST", "/v2/embed", json.dumps({"texts": TEXTS, "embedding_types": types}).encode())
+    assert answer.status == 200, answer.body
+    assert answer.json["embeddings"] == {name: BY_TYPE[name] for name in types}
+    assert answer.json["meta"]["billed_units"] == {"input_tokens": 7}
+
+
+async def test_each_encoding_of_cohere_is_a_run_and_only_float32_is_normalised(
+    gateway: StartGateway, start_worker: StartWorker, quantising: ModelFacts
+) -> None:
+    worker = start_worker(facts=quantising)
+    port = await gateway()
+    fields = {"texts": ["w1"], "embedding_types": ["ubinary", "uint8", "binary", "base64", "int8", "float"]}
+    assert (await ask(port, "POST", "/v2/embed", json.dumps(fields).encode())).status == 200
+    assert [batch.encodings.tolist() for batch in worker.batches] == [[0], [INT8], [BINARY]]
+    assert [batch.normalize.tolist() for batch in worker.batches] == [[1], [0], [0]]
+
+
+async def test_cohere_and_voyage_are_held_to_whole_bytes_too(port: int) -> None:
+    fields = {"texts": TEXTS, "embedding_types": ["float", "binary"], "output_dimension": 12}
+    cohere = await ask(port, "POST", "/v2/embed", json.dumps(fields).encode())
+    voyage = await embed(port, {"input": TEXTS, "output_dtype": "ubinary", "output_dimension": 12})
+    assert (cohere.status, cohere.error["code"], cohere.error["param"]) == (400, "invalid_value", "output_dimension")
+    assert (voyage.status, voyage.error["code"], voyage.error["param"]) == (400, "invalid_value", "output_dimension")
 
 
 @pytest.mark.parametrize("encoding_format", ["base64_binary", "base64_ubinary"])

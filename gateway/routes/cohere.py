@@ -1,0 +1,307 @@
+"""`POST /v2/embed` and `/v1/embed` as Cohere's clients speak them: body → request, vectors by type → body. No sockets.
+
+A body may ask for its vectors in several types at once. Each encoding of the worker's is a run of its own: what a model
+quantises is its unnormalised row, and neither that nor its bits can be had exactly from the normalised float32. Types
+of one encoding (`float` and `base64`, `int8` and `uint8`, `binary` and `ubinary`) share a run. Cohere's own
+quantisation belongs to Cohere's models; here a type other than float32 is what the checkpoint declares, or is refused.
+
+What is too long is cut at its end unless `truncate` says otherwise, as at Cohere's. There is no limit of 96 texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+from msgspec import UNSET, Meta, UnsetType
+
+from common.errors import InvalidRequest
+from common.protocol import ModelFacts
+from common.tokenization import NameOf
+from gateway.formats import (
+    ENCODINGS,
+    Dtype,
+    check_dimensions,
+    check_dtype,
+    check_finite,
+    check_normalize,
+    json_rows,
+)
+from gateway.requests import (
+    TRUNCATION,
+    Asked,
+    EmbeddingRequest,
+    Inputs,
+    InputType,
+    Limits,
+    Operation,
+    Outcome,
+    Truncation,
+    parse_prompt,
+)
+from gateway.schema import (
+    Body,
+    check_body,
+    check_text,
+    check_texts,
+    empty_input,
+    too_many_inputs,
+    unsupported,
+    wrong_type,
+)
+
+EmbeddingType = Dtype | Literal["base64"]
+
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"anyOf": [{"type": "array", "items": _TEXT, "minItems": 1}, {"type": "null"}]}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_INPUT = {
+    "type": "object",
+    "properties": {"content": {"type": "array", "items": _PART, "minItems": 1, "maxItems": 1}},
+    "required": ["content"],
+    "additionalProperties": False,
+}
+_INPUTS = {"anyOf": [{"type": "array", "items": _INPUT, "minItems": 1}, {"type": "null"}]}
+
+
+class EmbedBody(Body, kw_only=True):
+    """Texts to embed: as `texts`, or as the only content of `inputs`."""
+
+    texts: Annotated[Any, Meta(description="Strings.", extra_json_schema=_TEXTS)] = None
+    inputs: Annotated[
+        Any, Meta(description="Instead of `texts`: objects, each with one text.", extra_json_schema=_INPUTS)
+    ] = None
+    images: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
+    input_type: Annotated[
+        InputType | None,
+        Meta(description="What the texts are for: the checkpoint's prompt for it, if any, goes before them."),
+    ] = None
+    embedding_types: Annotated[
+        Annotated[list[EmbeddingType], Meta(min_length=1)] | None,
+        Meta(
+            description="The types in which every vector is wanted, `base64` being that of `float`; all but these two "
+            "of a model that declares a quantiser."
+        ),
+    ] = None
+    output_dimension: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="The first so many of the model's; normalised again where the model normalises."),
+    ] = None
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="A text with more, special tokens and prompt included, is too long."),
+    ] = None
+    truncate: Annotated[
+        Truncation | bool | None,
+        Meta(description="What happens to a text that is too long: cut at its end or start, or refused."),
+    ] = None
+
+
+class EmbeddingsByType(msgspec.Struct):
+    """Of each type that was asked for, a vector of each text."""
+
+    float_: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
+    int8: list[list[int]] | UnsetType = UNSET
+    uint8: list[list[int]] | UnsetType = UNSET
+    binary: list[list[int]] | UnsetType = UNSET
+    ubinary: list[list[int]] | UnsetType = UNSET
+    base64: list[str] | UnsetType = UNSET
+
+
+class ApiVersion(msgspec.Struct):
+    version: str
+
+
+class BilledUnits(msgspec.Struct):
+    input_tokens: Annotated[int, Meta(description="Of the texts, however many types were asked for.")]
+
+
+class EmbedMeta(msgspec.Struct):
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
+class Embedded(msgspec.Struct):
+    id: str
+    embeddings: EmbeddingsByType
+    texts: list[str]
+    response_type: Literal["embeddings_by_type"]
+    meta: EmbedMeta
+
+
+class EmbeddedV1(msgspec.Struct):
+    """Without `embedding_types`, bare vectors."""
+
+    id: str
+    embeddings: EmbeddingsByType | list[list[float]]
+    texts: list[str]
+    response_type: Literal["embeddings_by_type", "embeddings_floats"]
+    meta: EmbedMeta
+
+
+def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -> Asked:
+    """The request of a body, checked as far as it can be without a tokenizer.
+
+    Raises:
+        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        NotFound: model_not_found.
+    """
+    check_body(body, facts, "embed")
+    types: list[EmbeddingType] = ["float"]
+    if body.embedding_types is not None:
+        types = list(dict.fromkeys(body.embedding_types))
+    for one in types:
+        if one != "base64":
+            check_dtype(one, facts, "embedding_types")
+    # float32 comes first, where it is there: it alone may be normalised.
+    encodings = sorted({ENCODINGS[one] for one in types}, key=["float32", "int8", "binary"].index)
+    inputs = _parse_inputs(body, limits.max_inputs)
+    truncation = replace(TRUNCATION[_word(body.truncate)], max_tokens=body.max_tokens)
+    request = EmbeddingRequest(
+        inputs=inputs,
+        prompt=parse_prompt(
+            None, None, truncation, inputs, facts, input_type=body.input_type, direction_name="truncate"
+        ),
+        truncation=truncation,
+        # The last one is bits, where they are there.
+        dimensions=check_dimensions(body.output_dimension, facts, encodings[-1], "output_dimension"),
+        normalize=check_normalize(None, facts, encodings[0]),
+        encoding=encodings[0],
+        lane=body.lane,
+        more_encodings=tuple(encodings[1:]),
+    )
+    return Asked(
+        request,
+        partial(
+            render,
+            texts=inputs.texts,
+            name_of=inputs.name_of,
+            types=types,
+            encoding=encodings[0],
+            version=version,
+            bare=version == "1" and body.embedding_types is None,
+        ),
+        num_chars=sum(map(len, inputs.texts)),
+    )
+
+
+def render(
+    outcome: Outcome,
+    *,
+    texts: list[str],
+    name_of: NameOf,
+    types: list[EmbeddingType],
+    encoding: str,
+    version: str,
+    bare: bool,
+) -> bytes:
+    """The answer's body: of each type a list of vectors, or where it is `bare`, the only list alone.
+
+    `encoding` is that of the outcome's first rows.
+
+    Raises:
+        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
+    """
+    check_finite(outcome.rows, name_of)
+    rows = {encoding: outcome.rows, **outcome.more_rows}
+    lists = [(one, b"[%b]" % b",".join(json_rows(rows[ENCODINGS[one]], one))) for one in types]
+    if bare:
+        ((_, embeddings),) = lists
+    else:
+        embeddings = b"{%b}" % b",".join(b'"%b":%b' % (one.encode(), vectors) for one, vectors in lists)
+    meta = {"api_version": {"version": version}, "billed_units": {"input_tokens": outcome.num_tokens}}
+    pieces = (
+        b'{"id":',
+        orjson.dumps(outcome.request_id),
+        b',"embeddings":',
+        embeddings,
+        b',"texts":[',
+        b",".join(map(orjson.dumps, texts)),  # one at a time: see formats.py
+        b'],"response_type":"embeddings_floats","meta":' if bare else b'],"response_type":"embeddings_by_type","meta":',
+        orjson.dumps(meta),
+        b"}",
+    )
+    return b"".join(pieces)
+
+
+def _parse_inputs(body: EmbedBody, max_inputs: int) -> Inputs:
+    """The texts, from wherever they are."""
+    if body.images is not None:
+        raise unsupported("images", "this server embeds text")
+    given = {name: value for name in ("texts", "inputs") if (value := getattr(body, name)) is not None}
+    if len(given) > 1:
+        raise InvalidRequest("texts and inputs exclude each other: send one of them.", param="inputs")
+    if not given:
+        raise InvalidRequest("texts is missing.", param="texts", code="invalid_type")
+    ((name, values),) = given.items()
+    if type(values) is not list:
+        raise wrong_type(name, "a list of strings" if name == "texts" else "a list of objects, each with its content")
+    if not values:
+        raise empty_input(name)
+    if len(values) > max_inputs:
+        raise too_many_inputs(name, len(values), max_inputs)
+
+    def name_of(index: int) -> str:
+        return f"{name}[{index}]"
+
+    if name == "texts":
+        texts = check_texts(values, name)
+    else:
+        texts = [_text_of(value, name_of(index)) for index, value in enumerate(values)]
+    return Inputs(texts, [], name_of, range(len(texts)), list_name=name)
+
+
+def _text_of(value: object, name: str) -> str:
+    """The text of one of `inputs`, which is all that it holds."""
+    if type(value) is not dict or value.keys() != {"content"} or type(value["content"]) is not list:
+        raise wrong_type(name, "an object whose only field is content, a list")
+    content = value["content"]
+    if len(content) != 1:
+        raise unsupported(f"{name}.content", "a vector is made of one text, so that it holds one part")
+    (part,) = content
+    where = f"{name}.content[0]"
+    if type(part) is not dict:
+        raise wrong_type(where, "an object with a type")
+    if part.get("type") != "text":
+        raise unsupported(f"{where}.type", "this server embeds text")
+    if part.keys() != {"type", "text"}:
+        raise wrong_type(where, "an object with a type and a text, and nothing else")
+    return check_text(part["text"], f"{where}.text")
+
+
+def _word(truncate: Truncation | bool | None) -> Truncation:
+    """Cohere's word for what is to be done; true and false are taken for END and NONE, as on the other routes."""
+    if truncate is None or truncate is True:
+        return "END"
+    return truncate or "NONE"
+
+
+_DESCRIPTION = "A vector of each text, in every type that is asked for."
+
+EMBED = Operation(
+    paths=("/v2/embed",),
+    dialect="Cohere",
+    summary="Embed texts",
+    description=_DESCRIPTION,
+    body=EmbedBody,
+    answer=Embedded,
+    parse=partial(parse, version="2"),
+)
+
+EMBED_V1 = Operation(
+    paths=("/v1/embed",),
+    dialect="Cohere",
+    summary="Embed texts, as version 1 of Cohere's API does",
+    description=_DESCRIPTION + " Without `embedding_types` the answer has no types, and numbers as `float`.",
+    body=EmbedBody,
+    answer=EmbeddedV1,
+    parse=partial(parse, version="1"),
+)
