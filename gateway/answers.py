@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import uuid
+from typing import Annotated
 
 import msgspec
 import orjson
@@ -29,6 +30,7 @@ class ErrorBody(msgspec.Struct):
     """The one error body of every route."""
 
     error: Error
+    detail: Annotated[str, msgspec.Meta(description="The message once more, where Voyage's client looks for it.")]
 
 
 class Usage(msgspec.Struct):
@@ -44,8 +46,11 @@ def error_object(error: ServiceError) -> dict[str, str | None]:
 
 
 def render_error(error: ServiceError) -> bytes:
-    """An `ErrorBody`."""
-    return orjson.dumps({"error": error_object(error)})
+    """An `ErrorBody`.
+
+    Voyage's client takes an error without `detail` for a broken server's: it would not try a 429 again.
+    """
+    return orjson.dumps({"error": error_object(error), "detail": error.message})
 
 
 def error_headers(error: ServiceError) -> dict[str, str]:

@@ -432,3 +432,8 @@ async def test_voyages_fields_contradict_nothing(
     answer = await embed(server.port, {"input": "w5 w6", **fields})
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
     assert server.stub.submitted == []
+
+
+async def test_an_error_has_its_message_where_voyages_client_looks_for_it_too(server: Running) -> None:
+    answer = await embed(server.port, {"input": ""})
+    assert answer.json["detail"] == answer.error["message"] == "input is empty: there is nothing to embed."
