@@ -40,9 +40,9 @@ def variants(num_rows: int, dimensions: int, facts: ModelFacts) -> dict[str, Cal
     floats /= np.linalg.norm(floats, axis=1, keepdims=True)
     codes = rng.integers(-127, 128, (num_rows, dimensions), dtype=np.int8)
 
-    def answer(rows: Rows, encoding_format: EncodingFormat) -> Callable[[], bytes]:
+    def answer(rows: Rows, row_format: EncodingFormat) -> Callable[[], bytes]:
         outcome = Outcome(rows, facts, num_rows, "a request", {}, range(num_rows))
-        return partial(render, outcome, name_of=lambda place: f"input[{place}]", encoding_format=encoding_format)
+        return partial(render, outcome, name_of=lambda place: f"input[{place}]", row_format=row_format)
 
     return {
         "float": answer(floats, "float"),
