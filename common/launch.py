@@ -10,8 +10,10 @@ A role is run by its package's name (`python -m worker` is the same), so this mo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
+import io
 import logging
 import os
 import random
@@ -20,7 +22,6 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -271,11 +272,16 @@ def _serve(flags: list[str]) -> int:
 
 def _check(module: str, *arguments: str) -> None:
     """Raises StartRefused for what a worker or gateway would refuse in its files; it would be tried again for ever."""
-    # In a process of its own, since no role's package is imported here; -P: nor what the current folder holds.
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if checked.returncode == EX_CONFIG:
-        raise _ConfigurationRefused(checked.stderr.strip())
+    # By its name, as a role. In this process, which keeps nothing of it when it becomes supervisord: another one would
+    # take as long again to start as all the rest here.
+    says = io.StringIO()
+    sys.argv = ["hedgerow serve", *arguments]
+    try:
+        with contextlib.redirect_stderr(says):
+            runpy.run_module(module, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code == EX_CONFIG:
+            raise _ConfigurationRefused(says.getvalue().strip()) from None
 
 
 def _check_port(host: str, port: int) -> None:
