@@ -4,15 +4,18 @@ torch's copies look up the allocator of their pinned memory, record an event for
 `replay` gives up the interpreter's lock, which another thread then holds for as long as it likes. These calls are on
 every step's way. Here memory belongs to slots that outlive every copy, and the lock is kept: each call queues work and
 returns, after a microsecond or, for a graph of 200 kernels, ten.
+
+And one that needs no torch: a device can be woken while torch is still being imported.
 """
 
 from __future__ import annotations
 
 import ctypes
-
-import torch
+import importlib.util
+from pathlib import Path
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_TORCH_LIBRARY = "libtorch_cuda.so"  # of a torch that is not for CPUs alone
 
 
 class Driver:
@@ -54,5 +57,31 @@ class Driver:
     def _error(self, code: int) -> RuntimeError:
         name = ctypes.c_char_p()
         self._error_name(code, ctypes.byref(name))
+        import torch  # by now it is there
+
         message = f"CUDA error {code}: {(name.value or b'unknown').decode()}"
         return torch.OutOfMemoryError(message) if code == _OUT_OF_MEMORY else RuntimeError(message)
+
+
+def wake(slot: int) -> None:
+    """Have the driver begin with the device that a worker of this slot will use, where torch can use one.
+
+    It takes up to a second, in which the caller's thread holds no lock. torch takes over what this has made (a device's
+    primary context), or says itself what is wrong.
+    """
+    found = importlib.util.find_spec("torch")
+    if (
+        found is None
+        or found.origin is None
+        or not Path(found.origin).with_name("lib").joinpath(_TORCH_LIBRARY).exists()
+    ):
+        return
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return
+    if not library.cuDeviceGet(ctypes.byref(device), slot % count.value):
+        library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

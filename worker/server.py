@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from common.protocol import (
     Result,
 )
 from worker.compute import Broken, Compute, Outcome, Ready
+from worker.driver import wake
 from worker.files import ModelError
 from worker.lazy import DeviceLost
 
@@ -304,6 +306,8 @@ def main(config: WorkerConfig, joined: Callable[[], None]) -> int:
 
 
 def _build(config: WorkerConfig, metrics: Metrics) -> Engine:
+    if config.device != "cpu":
+        threading.Thread(target=wake, args=(config.slot,), name="wake", daemon=True).start()
     # Imported here: torch takes seconds, in which the process already heeds signals.
     import torch
 
