@@ -71,8 +71,10 @@ class Engine:
         stages = _Stages()
         self._metrics = metrics
         self._device = _choose_device(config)
+        compiling: Precompilation | None = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            compiling = Precompilation(self._device)
         dtype_name = _choose_dtype(config, self._device)
         checkpoint = Checkpoint.read(model.path, cast("Task", config.task))
         check_dtype(checkpoint.architecture, dtype_name)
@@ -87,9 +89,8 @@ class Engine:
             output, stages_sha256 = load_output(checkpoint, self._device)
         else:
             output, stages_sha256 = load_scores(checkpoint, self._model, self._device)
-        compiling: Precompilation | None = None
-        if self._device.type == "cuda":
-            compiling = Precompilation(self._model, output, self._device)
+        if compiling is not None:
+            compiling.start(self._model, output)
         try:
             weights_sha256 = load_weights(checkpoint.folder, self._model)
         finally:

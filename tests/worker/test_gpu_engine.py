@@ -18,6 +18,7 @@ from tests.worker.conftest import make_engine
 from worker.engine import Engine
 from worker.files import ModelError
 from worker.output import Output
+from worker.precompile import Precompilation
 from worker.ragged import RaggedBatch
 from worker.runner import DeviceRunner
 from worker.selfcheck import verify
@@ -119,6 +120,31 @@ def test_a_graph_computes_the_same_bits_as_eager_launches(engine: Engine, tmp_pa
 
     assert len(runner.graphs.keys()) == 1
     np.testing.assert_array_equal(replayed.rows, eager.rows)
+
+
+@pytest.mark.slow
+def test_steps_of_every_kind_find_their_kernels_compiled_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    from worker.attention import triton as attention
+    from worker.kernels import embedding, linear, norm, rotary, swiglu, swiglu_hopper, tail
+
+    runner = runner_of(engine)
+    backend = next(backend for backend in runner.backends() if backend.name == "triton")
+    for module in (attention, embedding, linear, norm, rotary, swiglu, swiglu_hopper, tail):
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction):
+                kernel.device_caches.clear()
+    compiled = []
+
+    ahead = Precompilation(engine._device)
+    ahead.start(engine._model, runner._output)
+    ahead.wait()
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **kernel: compiled.append(kernel["repr"]))
+    for lengths in ([1], [20] * 25, [100], [60] * 4, [500], [700], [2000], [3000], [8] * 500, [16_000]):
+        runner.run_with(random_batch(lengths, seed=1), backend, "eager").numpy()
+
+    assert compiled == []
 
 
 @pytest.mark.slow

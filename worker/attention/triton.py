@@ -39,7 +39,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import pdl_options
+from worker.kernels.launch import launch, pdl_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -203,7 +203,9 @@ def _attend(
     group = num_heads // num_kv_heads
     output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
     grid = (triton.cdiv(num_tokens, config.block_m), num_kv_heads * triton.cdiv(group, config.heads))
-    _attention_kernel[grid](
+    launch(
+        _attention_kernel,
+        grid,
         output,
         query,
         key,

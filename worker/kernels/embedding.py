@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from worker.kernels.launch import pdl_options
+from worker.kernels.launch import launch, pdl_options
 
 _ELEMENTS_PER_THREAD = 8  # one load of 16 bytes
 
@@ -26,8 +26,16 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """
     rows = torch.empty((token_ids.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(table.shape[1])
-    _embed_kernel[(token_ids.shape[0],)](
-        token_ids, table, rows, COLUMNS=table.shape[1], BLOCK=block, num_warps=_num_warps(block), **pdl_options(table)
+    launch(
+        _embed_kernel,
+        (token_ids.shape[0],),
+        token_ids,
+        table,
+        rows,
+        COLUMNS=table.shape[1],
+        BLOCK=block,
+        num_warps=_num_warps(block),
+        **pdl_options(table),
     )
     return rows
 
@@ -58,7 +66,9 @@ def embed_layer_norm(
     """
     rows = torch.empty((token_ids.shape[0], words.shape[1]), dtype=words.dtype, device=words.device)
     block = triton.next_power_of_2(words.shape[1])
-    _embed_layer_norm_kernel[(token_ids.shape[0],)](
+    launch(
+        _embed_layer_norm_kernel,
+        (token_ids.shape[0],),
         token_ids,
         positions,
         words,

@@ -1,4 +1,8 @@
-"""What every launch of a kernel shares: whether it may start before the kernel in front of it has ended.
+"""What every launch of a kernel shares: that it can be compiled instead, and whether it may start before the kernel in
+front of it has ended.
+
+A launch is compiled instead where its thread says so (`compiling`), by the same call that would launch it: so what is
+compiled is what a later launch with such arguments looks for.
 
 A step of a small batch is a chain of some 250 short kernels, and the gap between two of them is as long as the kernels.
 With programmatic dependent launch a kernel's programs are started while the one before still runs, and wait inside, at
@@ -15,16 +19,71 @@ Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchroni
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
+    from concurrent.futures import Executor
+
+    from triton.runtime import JITFunction
 
 # The first compute capability that has `griddepcontrol` (Hopper).
 _FIRST_CAPABILITY = 9
+
+# Of a thread that has its launches compiled: what they were, so that 28 layers' launches cost as much as one's.
+_seen: ContextVar[set[Hashable] | None] = ContextVar("_seen", default=None)
+
+
+@triton.jit
+def _nothing() -> None:
+    pass
+
+
+def open_compiler() -> None:
+    """Have at hand what compiling any kernel begins with: Triton's driver, made by the C compiler in a first start, the
+    release of its assembler, and a hash over its own files, 0.4 GB."""
+    _nothing.warmup(grid=(1,))
+
+
+def launch(kernel: JITFunction, grid: tuple[int, ...], /, *arguments: object, **options: object) -> None:
+    """Launch a kernel with these arguments, its constants and Triton's options among them, on the current stream."""
+    seen = _seen.get()
+    if seen is None:
+        kernel[grid](*arguments, **options)
+        return
+    kind = (id(kernel), *map(_kind, arguments), *((name, _kind(value)) for name, value in options.items()))
+    if kind not in seen:
+        seen.add(kind)
+        kernel.warmup(*arguments, grid=grid, **options)
+
+
+@contextmanager
+def compiling(executor: Executor) -> Iterator[None]:
+    """What this thread launches meanwhile is not launched but compiled by the executor, once for all that are alike; it
+    ends when all are compiled. What does not compile says so when it is launched."""
+    with triton.AsyncCompileMode(executor, ignore_errors=True):
+        token = _seen.set(set())
+        try:
+            yield
+        finally:
+            _seen.reset(token)
+
+
+def _kind(argument: object) -> Hashable:
+    """Of an argument, at least what Triton compiles another kernel for: of tensors the dtype and the alignment."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if hasattr(argument, "block_shape"):  # a descriptor of blocks, Triton's or Gluon's
+        layout = str(getattr(argument, "layout", None))
+        return _kind(argument.base), tuple(argument.shape), tuple(argument.strides), tuple(argument.block_shape), layout
+    return argument  # type: ignore[return-value]  # a number, a text or None
 
 
 def pdl_options(tensor: torch.Tensor) -> Mapping[str, bool]:

@@ -41,7 +41,7 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from worker.kernels.activation import ACTIVATIONS, activate
-from worker.kernels.launch import pdl_options
+from worker.kernels.launch import launch, pdl_options
 from worker.kernels.rotary import qk_norm_rope_
 from worker.kernels.swiglu import swiglu
 from worker.kernels.swiglu_hopper import is_available, swiglu_linear_hopper
@@ -383,7 +383,9 @@ def _launch(
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrivals = _arrivals(x.device)
     pdl = pdl_options(x)
-    _product[(num_programs,)](
+    launch(
+        _product,
+        (num_programs,),
         _rows(x, tiling.block_m, tiling.block_k) if tiling.tma else x,
         _weight_rows(epilogue, weight, tiling) if tiling.tma else weight,
         out,

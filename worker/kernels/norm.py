@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from worker.kernels.launch import pdl_options
+from worker.kernels.launch import launch, pdl_options
 
 # Elements that a program holds: 16 a thread, two loads of 16 bytes each from every input. To be measured.
 _TILE = 2048
@@ -90,7 +90,9 @@ def _launch(
     num_rows, num_columns = x.shape
     block = triton.next_power_of_2(num_columns)
     rows = max(1, _TILE // block)
-    _norm_kernel[(triton.cdiv(num_rows, rows),)](
+    launch(
+        _norm_kernel,
+        (triton.cdiv(num_rows, rows),),
         x,
         residual,
         weight,

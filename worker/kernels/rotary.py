@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import pdl_options
+from worker.kernels.launch import launch, pdl_options
 
 # Elements that a program holds, one token's: 16 a thread with 4 warps. To be measured.
 _TILE = 2048
@@ -114,7 +114,9 @@ def _launch(
     num_rotated = num_heads + num_kv_heads
     block = triton.next_power_of_2(half)
     heads = min(triton.next_power_of_2(num_rotated), max(1, _TILE // (2 * block)))
-    _rope_kernel[(qkv.shape[0], triton.cdiv(num_rotated, heads))](
+    launch(
+        _rope_kernel,
+        (qkv.shape[0], triton.cdiv(num_rotated, heads)),
         qkv,
         positions,
         cos,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from worker.kernels.activation import ACTIVATIONS, activate
-from worker.kernels.launch import pdl_options
+from worker.kernels.launch import launch, pdl_options
 
 # Columns that a program holds: 8 a thread with 4 warps, one load of 16 bytes from each half. To be measured.
 _BLOCK = 1024
@@ -26,7 +26,9 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     assert activation in ACTIVATIONS, activation
     num_tokens, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     inner = torch.empty((num_tokens, num_columns), dtype=gate_up.dtype, device=gate_up.device)
-    _gated_kernel[(num_tokens, triton.cdiv(num_columns, _BLOCK))](
+    launch(
+        _gated_kernel,
+        (num_tokens, triton.cdiv(num_columns, _BLOCK)),
         gate_up,
         inner,
         ACTIVATION=activation,

@@ -61,6 +61,8 @@ try:
 except ImportError:  # another Triton: the kernel below cannot be compiled, and `is_available` says so
     gluon = None
 
+from worker.kernels.launch import launch
+
 logger = logging.getLogger(__name__)
 
 # Releases of Triton whose compiler takes the kernel (the tests' sm_90 build); 3.6 is what was measured.
@@ -133,7 +135,9 @@ def swiglu_linear_hopper(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_tiles = triton.cdiv(num_tokens, _BLOCK_M) * (num_columns // (tiling.block_n // 2))
     num_processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     layout = _shared_layout()
-    _product[(min(num_tiles, num_processors),)](
+    launch(
+        _product,
+        (min(num_tiles, num_processors),),
         TensorDescriptor.from_tensor(x, [_BLOCK_M // 2, _BLOCK_K], layout),
         TensorDescriptor.from_tensor(weight, [tiling.block_n // 2, _BLOCK_K], layout),
         TensorDescriptor.from_tensor(out, [_BLOCK_M // 2, tiling.block_n // 2], layout),

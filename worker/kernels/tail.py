@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from common.protocol import FLOAT32, INT8
-from worker.kernels.launch import pdl_options
+from worker.kernels.launch import launch, pdl_options
 from worker.pooling import FLAG_BYTES, Spans
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def pool(hidden: torch.Tensor, spans: Spans, pooling: Pooling) -> torch.Tensor:
     num_rows, num_columns = starts.shape[0], hidden.shape[1]
     rows = torch.empty((num_rows, num_columns), dtype=torch.float32, device=hidden.device)
     # Rows first: the grid's other axes end at 65,535 programs.
-    _pool_kernel[(num_rows, triton.cdiv(num_columns, _POOL_COLUMNS))](
+    launch(
+        _pool_kernel,
+        (num_rows, triton.cdiv(num_columns, _POOL_COLUMNS)),
         hidden,
         starts,
         stops,
@@ -105,7 +107,9 @@ def _finish(
     num_rows, num_columns = dimensions.shape[0], rows.shape[1]
     finished = torch.empty((num_rows, FLAG_BYTES + 4 * num_columns), dtype=torch.uint8, device=rows.device)
     block = max(32, triton.next_power_of_2(num_columns))
-    _finish_kernel[(num_rows,)](
+    launch(
+        _finish_kernel,
+        (num_rows,),
         rows,
         starts,
         stops,
