@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from dataclasses import replace
+from threading import Thread
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 
 from common.protocol import ENCODINGS, FLOAT32, Batch, ModelFacts, max_rows
 from worker import ragged, selfcheck
+from worker.attention.select import look_ahead
 from worker.checkpoint import Checkpoint
 from worker.facts import check_pairs_and_chunks, describe, length_limit
 from worker.files import ModelError
@@ -32,7 +34,7 @@ from worker.models import build, check_dtype
 from worker.output import Output, load_output
 from worker.precompile import Precompilation
 from worker.ragged import Limits
-from worker.runner import DeviceRunner, HostRunner, Runner
+from worker.runner import DeviceRunner, HostRunner, Runner, head_shape
 from worker.sparse import build_sparse
 
 if TYPE_CHECKING:
@@ -89,14 +91,18 @@ class Engine:
             output, stages_sha256 = load_output(checkpoint, self._device)
         else:
             output, stages_sha256 = load_scores(checkpoint, self._model, self._device)
+        # Beside the reading: what takes as long and does not need the numbers.
+        looking = Thread(target=look_ahead, args=(config.attention, head_shape(self._model), self._device), daemon=True)
         if compiling is not None:
             compiling.start(self._model, output)
+            looking.start()
         try:
             weights_sha256 = load_weights(checkpoint.folder, self._model)
         finally:
             if compiling is not None:
                 stages.begin("kernels")
                 compiling.wait()
+                looking.join()
         max_tokens = length_limit(checkpoint, self._model)
         if max_tokens < (checkpoint.length_limit or 0):
             declared = checkpoint.length_limit

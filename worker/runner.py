@@ -69,7 +69,7 @@ class HostRunner:
     @classmethod
     def build(cls, model: Model, output: Output, config: WorkerConfig) -> HostRunner:
         """Raises ModelError: the attention that the configuration asks for is not one for CPUs."""
-        selection = select(config.attention, _head_shape(model), torch.device("cpu"), Path(config.cache_dir))
+        selection = select(config.attention, head_shape(model), torch.device("cpu"), Path(config.cache_dir))
         return cls(model, output, selection.backends()[0])
 
     @property
@@ -175,7 +175,7 @@ class DeviceRunner:
         cache = Path(config.cache_dir)
         selection = select(
             config.attention,
-            _head_shape(model),
+            head_shape(model),
             device,
             cache,
             num_layers=model.num_layers,
@@ -343,7 +343,8 @@ def _launch(model: Model, output: Output, ragged: RaggedBatch) -> torch.Tensor:
     return rows
 
 
-def _head_shape(model: Model) -> HeadShape:
+def head_shape(model: Model) -> HeadShape:
+    """What attention has to do for this model."""
     dtype = next(model.parameters()).dtype
     return HeadShape(
         model.num_heads, model.num_kv_heads, model.head_dim, model.causal, dtype, model.windowed, model.biased

@@ -230,10 +230,22 @@ def select(
     """
     if requested != "auto":
         return Selection.forced(requested, shape, device)
-    if device.type == "cpu" or shape.dtype == torch.float32 or shape.windowed or shape.biased:
+    if not _is_measured(shape, device):
         return Selection.default(shape, device)
     path = cache / _file_name(shape, max_tokens)
     return Selection.measured(shape, device, num_layers=num_layers, max_tokens=max_tokens, cache=path)
+
+
+def look_ahead(requested: str, shape: HeadShape, device: torch.device) -> None:
+    """What `select` begins with, for a thread that has seconds to spare: packages are imported, and stay so."""
+    if requested == "auto" and _is_measured(shape, device):
+        torch.cuda.set_device(device)
+        _candidates(BACKENDS, shape, device)
+
+
+def _is_measured(shape: HeadShape, device: torch.device) -> bool:
+    """Whether there is something to choose among."""
+    return device.type != "cpu" and shape.dtype != torch.float32 and not shape.windowed and not shape.biased
 
 
 # --- backends ---
