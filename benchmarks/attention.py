@@ -37,7 +37,7 @@ from worker.attention import AttentionUnavailable, HeadShape
 from worker.attention.measure import GraphPool, compare, elapsed_ms, qkv, ragged
 from worker.attention.reference import attend
 from worker.attention.select import BACKENDS
-from worker.ragged import Capacity, dummy_lengths
+from worker.ragged import MAX_DUMMY_LENGTH, Capacity
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -140,7 +140,8 @@ class Run:
         self._work = work
         self._device = device
         lengths = work.lengths()
-        assert len(lengths) + len(dummy_lengths(work.capacity.tokens - int(lengths.sum()))) <= work.capacity.sequences
+        num_dummies = -(-(work.capacity.tokens - int(lengths.sum())) // MAX_DUMMY_LENGTH)
+        assert len(lengths) + num_dummies <= work.capacity.sequences
         starts = np.cumsum(lengths) - lengths
         checked = np.unique(np.linspace(0, len(lengths) - 1, NUM_CHECKED).astype(int))
         self._spans = [slice(int(starts[i]), int(starts[i] + lengths[i])) for i in checked]

@@ -1,9 +1,8 @@
-"""Three calls of the CUDA driver without what torch does around them.
+"""Two calls of the CUDA driver without what torch does around them.
 
-torch's copies look up the allocator of their pinned memory, record an event for it and go through its dispatcher; its
-`replay` gives up the interpreter's lock, which another thread then holds for as long as it likes. These calls are on
-every step's way. Here memory belongs to slots that outlive every copy, and the lock is kept: each call queues work and
-returns, after a microsecond or, for a graph of 200 kernels, ten.
+torch's `replay` gives up the interpreter's lock, which another thread then holds for as long as it likes, and so does
+what records an event. These calls are on every step's way. Here the lock is kept: each call queues work and returns,
+after a microsecond or, for a graph of 200 kernels, ten.
 
 And one that needs no torch: a device can be woken while torch is still being imported.
 """
@@ -19,39 +18,31 @@ _TORCH_LIBRARY = "libtorch_cuda.so"  # of a torch that is not for CPUs alone
 
 
 class Driver:
-    """Queues work on streams. All addresses, streams and graphs are integers, as torch gives them."""
+    """Queues work on streams. Streams, graphs and events are integers, as torch gives them."""
 
     def __init__(self) -> None:
         """Raises OSError: there is no driver."""
         library = ctypes.PyDLL("libcuda.so.1")  # keeps the interpreter's lock
-        address, size = ctypes.c_uint64, ctypes.c_size_t
-        self._copy_in = library.cuMemcpyHtoDAsync_v2
-        self._copy_in.argtypes = (address, ctypes.c_void_p, size, ctypes.c_void_p)
-        self._copy_within = library.cuMemcpyDtoDAsync_v2
-        self._copy_within.argtypes = (address, address, size, ctypes.c_void_p)
         self._launch_graph = library.cuGraphLaunch
         self._launch_graph.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self._record = library.cuEventRecord
+        self._record.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._error_name = library.cuGetErrorName
         self._error_name.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
 
-    def copy_in(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        """From pinned memory, which must stay as it is until the stream is past this.
+    def launch_graph(self, graph: int, stream: int) -> None:
+        """Replay an instantiated graph.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for it.
             RuntimeError: the device has failed, now or in something that was queued before.
         """
-        if error := self._copy_in(destination, source, num_bytes, stream):
-            raise self._error(error)
-
-    def copy_within(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        """Within the device. Raises as `copy_in`."""
-        if error := self._copy_within(destination, source, num_bytes, stream):
-            raise self._error(error)
-
-    def launch_graph(self, graph: int, stream: int) -> None:
-        """Replay an instantiated graph. Raises as `copy_in`."""
         if error := self._launch_graph(graph, stream):
+            raise self._error(error)
+
+    def record(self, event: int, stream: int) -> None:
+        """Have an event happen once all that the stream holds now has ended. Raises as `launch_graph`."""
+        if error := self._record(event, stream):
             raise self._error(error)
 
     def _error(self, code: int) -> RuntimeError:

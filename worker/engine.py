@@ -183,7 +183,7 @@ class Engine:
         that is not finite is no answer and is marked so; in float32 it is NaN in all its columns.
 
         Where the device has no memory left for it, graphs give theirs back and the batch runs in two halves, one after
-        the other. Of results on a GPU no more than three may be unread.
+        the other. On a GPU a result has to be read before the third step after its own is launched.
 
         Raises:
             BadBatch: the batch is outside the model's limits; nothing was launched.

@@ -9,8 +9,8 @@ more than that. From the second use on a capture is wanted: it is made when no b
 batch's way if captures have taken less than a twentieth of the time lately (it delays that batch, once, by some 20 ms).
 From then on the key is replayed. A key whose capture fails stays eager, and is reported.
 
-All graphs share one pool of memory: they run one after the other on one stream, and what a graph leaves is fetched
-behind it on that stream before the next one runs. torch gives a pool back only as a whole. So where graphs take more
+All graphs share one pool of memory: they run one after the other on one stream, and what a graph has made it puts away
+itself before the next one runs. torch gives a pool back only as a whole. So where graphs take more
 than they may, all are dropped, and the more recently used half of them is wanted again. This module knows no model.
 
 Rejected: `torch.cuda.graph`, which synchronises the device and empties the allocator's caches at each capture.
@@ -63,7 +63,7 @@ class Key(NamedTuple):
     max_seqlen: int  # an upper bound for backends whose launch depends on it; 0 for the others
 
 
-Forward = Callable[[Key], torch.Tensor]
+Forward = Callable[[Key], None]
 
 
 def place(num_tokens: int, num_sequences: int, num_spans: int = 0, *, types: bool = False) -> tuple[Capacity, bool]:
@@ -88,7 +88,6 @@ def largest_capacity(max_tokens: int) -> Capacity:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     handle: int  # of the instantiated graph, for the driver
-    output: torch.Tensor
     size_bytes: int  # of device memory that its capture took
 
 
@@ -141,24 +140,24 @@ class GraphRunner:
             self._wanted.update(dict.fromkeys(key for key in self._read_hot_keys() if can_run(key)))
             self._hot.update(self._wanted)
 
-    def run(self, key: Key) -> torch.Tensor:
-        """Launch a key's forward pass; what it returns is valid until the next call, in the order of the stream."""
+    def run(self, key: Key) -> None:
+        """Launch a key's forward pass."""
         captured = self._captured.get(key)
         if captured is not None:
             self._driver.launch_graph(captured.handle, self._stream)
             # After the launch, which the device may be waiting for.
             self._captured.move_to_end(key)
             self._replays.inc()
-            return captured.output
+            return
         self._hot.discard(key)
         if self._lazy and key in self._compiled and key not in self._failed:
             self._wanted[key] = None
             if time.monotonic() >= self._next_capture_s and self.capture(key):
-                return self.run(key)
-        output = self._forward(key)
+                self.run(key)
+                return
+        self._forward(key)
         self._compiled.add(key)
         self._eager_runs.inc()
-        return output
 
     @property
     def wants(self) -> bool:
@@ -236,7 +235,7 @@ class GraphRunner:
         # thread_local: what other threads do meanwhile (waiting for an event) does not spoil the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
         try:
-            output = self._forward(key)
+            self._forward(key)
         except BaseException:
             try:
                 graph.capture_end()
@@ -245,7 +244,7 @@ class GraphRunner:
             raise
         graph.capture_end()
         free_after, _ = torch.cuda.mem_get_info()
-        return _Captured(graph, graph.raw_cuda_graph_exec(), output, max(0, free_before - free_after))
+        return _Captured(graph, graph.raw_cuda_graph_exec(), max(0, free_before - free_after))
 
     def _shrink(self) -> None:
         keys = list(self._captured)

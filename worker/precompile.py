@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from worker.ragged import Capacity, HostArrays
+from worker.ragged import Capacity, HostArrays, worked_out
 
 if TYPE_CHECKING:
     from worker.models import Model
@@ -71,6 +71,7 @@ class Precompilation:
     def _run(self, model: Model, output: Output) -> None:
         from worker.attention.triton import TritonAttention
         from worker.kernels.launch import compiling
+        from worker.kernels.step import fetch, publish
 
         started_s = time.monotonic()
         attention = TritonAttention()
@@ -81,10 +82,12 @@ class Precompilation:
         ):
             for tokens, rows in _STEPS:
                 capacity = Capacity(tokens, rows, types=model.has_token_types)
-                words = np.zeros(capacity.num_words, dtype=np.int32)
+                words = np.zeros(capacity.host_words, dtype=np.int32)
                 HostArrays(capacity, words).fill(None)
-                ragged = capacity.views(torch.from_numpy(words).to(self._device), attention, capacity.tokens)
-                output(model(ragged), ragged)
+                block = torch.from_numpy(worked_out(words, capacity)).to(self._device)
+                ragged = capacity.views(block, attention, capacity.tokens)
+                fetch(block.view(1, -1), block, block, capacity)
+                publish(output(model(ragged), ragged), block, block)
             found_s = time.monotonic()
         logger.debug(
             "%d kernels were found in %.1f s and are ready after %.1f s",

@@ -10,7 +10,8 @@ order of arrival with a mask, which computes the square of the longest sequence 
 On a GPU launches are slow, so a batch fills a `Capacity`: fixed numbers of tokens and sequences at fixed addresses, for
 which a graph was captured. Order of arrival stays. The tokens left over form dummy sequences rather than nothing, so
 that every row of every buffer is computed and finite: attention reads whole tiles, and 0 x NaN is NaN. They are short,
-so they are never what a step waits for.
+so they are never what a step waits for. What follows from the lengths alone, three numbers a token, the device works
+out itself (`worker.kernels.step`), so that the host need not write it.
 
 Everything that a batch claims is checked here, once; below nothing is checked again.
 """
@@ -94,16 +95,17 @@ class RaggedBatch:
 def check(batch: Batch, limits: Limits) -> None:
     """Raises BadBatch: a token id, a length, a number of dimensions, a flag or an encoding is outside the limits."""
     # That lengths are positive and add up, and that no token id is negative, the message itself has made sure of.
-    if (largest := int(batch.token_ids.max())) >= limits.vocab_size:
+    if (largest := int(np.maximum.reduce(batch.token_ids))) >= limits.vocab_size:
         raise BadBatch(f"token id {largest}, but the model has {limits.vocab_size} tokens")
-    if (longest := int(batch.lengths.max())) > limits.max_tokens:
+    if (longest := int(np.maximum.reduce(batch.lengths))) > limits.max_tokens:
         raise BadBatch(f"a sequence of {longest} tokens, but the model takes {limits.max_tokens}")
-    fewest, most = int(batch.dimensions.min()), int(batch.dimensions.max())
+    fewest, most = int(np.minimum.reduce(batch.dimensions)), int(np.maximum.reduce(batch.dimensions))
     if fewest < 1 or most > limits.dimensions:
         raise BadBatch(f"{fewest} to {most} dimensions, but the model has 1 to {limits.dimensions}")
-    if max(batch.normalize.tobytes()) > 1:  # of few bytes: Python is faster than numpy
+    # What is left of bytes without those that are right: sooner than any function of numpy.
+    if batch.normalize.tobytes().translate(None, b"\0\1"):
         raise BadBatch("a normalize flag is neither 0 nor 1")
-    if not limits.encodings.issuperset(batch.encodings.tobytes()):
+    if batch.encodings.tobytes().translate(None, bytes(limits.encodings)):
         raise BadBatch(f"encodings {sorted(set(batch.encodings.tolist()))}; the model has {sorted(limits.encodings)}")
     if len(batch.type_starts) and not limits.has_token_types:
         raise BadBatch("tokens of a second type, but the model has one")
@@ -174,9 +176,25 @@ def _groups(lengths: npt.NDArray[np.int32], starts: npt.NDArray[np.int32]) -> tu
 
 # --- at fixed addresses, on a GPU ---
 
+# The first words of the arrays of a batch: numbers that say something of the step, and where to find them.
+NUM_TOKENS = 0  # that are no dummies'
+NUM_TYPED = 1  # the same where some tokens are of the second type, else 0
+NEXT_SLOT, OUTPUT_WORDS, OUTPUT_ADDRESS = 2, 3, 4  # of `worker.staging`; the last takes two words
+HEAD_WORDS = 8
+
 
 class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is the fastest
-    """How many tokens and sequences a launch has room for (fewer are filled up with dummies), and what it reads."""
+    """How many tokens and sequences a launch has room for (fewer are filled up with dummies), and what it reads.
+
+    The arrays of a batch lie one after the other in int32, each from a multiple of 16 bytes on:
+
+        the head | offsets | dimensions | normalize | encodings | starts and stops of rows, if spans    (row_words)
+        | token ids | token types, if types                                                             (host_words)
+        | positions | token starts | token stops                                                        (num_words)
+
+    The host writes those of the first two lines. The offsets' first number, a zero, is at the same place whatever the
+    capacity.
+    """
 
     tokens: int
     sequences: int  # and as many rows
@@ -184,20 +202,28 @@ class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is
     spans: bool = False  # whether rows are pooled over spans; if not, over sequences
 
     @property
+    def row_words(self) -> int:
+        return HEAD_WORDS + _aligned(self.sequences + 1) + (5 if self.spans else 3) * _aligned(self.sequences)
+
+    @property
+    def host_words(self) -> int:
+        return self.row_words + (2 if self.types else 1) * _aligned(self.tokens)
+
+    @property
     def num_words(self) -> int:
-        """Of int32 that the arrays of a batch take, one after the other, each from a multiple of 16 bytes on."""
-        return sum(_aligned(size) for size in self._sizes())
+        return self.host_words + 3 * _aligned(self.tokens)
 
     def views(self, block: torch.Tensor, attention: Attention, max_seqlen: int) -> RaggedBatch:
         """The arrays of a batch of this capacity within int32 [>= num_words]."""
-        sizes = self._sizes()
-        parts = torch.split(block[: self.num_words], [_aligned(size) for size in sizes])
+        sizes = [self.sequences + 1] + [self.sequences] * (5 if self.spans else 3)
+        sizes += [self.tokens] * (5 if self.types else 4)
+        parts = torch.split(block[HEAD_WORDS : self.num_words], [_aligned(size) for size in sizes])
         arrays = iter([part[:size] for part, size in zip(parts, sizes, strict=True)])
-        offsets = next(arrays)
-        token_ids, positions, token_starts, token_stops = (next(arrays) for _ in range(4))
-        dimensions, normalize, encodings = (next(arrays) for _ in range(3))
-        token_types = next(arrays) if self.types else None
+        offsets, dimensions, normalize, encodings = (next(arrays) for _ in range(4))
         row_starts, row_stops = (next(arrays), next(arrays)) if self.spans else (offsets[:-1], offsets[1:])
+        token_ids = next(arrays)
+        token_types = next(arrays) if self.types else None
+        positions, token_starts, token_stops = arrays
         return RaggedBatch(
             token_ids=token_ids,
             positions=positions,
@@ -214,11 +240,6 @@ class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is
             max_seqlen=max_seqlen,
         )
 
-    def _sizes(self) -> list[int]:
-        # The offsets first: so their first number, a zero, is at the same place whatever the capacity.
-        sizes = [self.sequences + 1] + [self.tokens] * 4 + [self.sequences] * 3
-        return sizes + [self.tokens] * self.types + [self.sequences] * 2 * self.spans
-
 
 class HostArrays:
     """The arrays of a batch of one capacity within a buffer on the host, cut once: cutting costs as much as writing.
@@ -228,80 +249,87 @@ class HostArrays:
     """
 
     def __init__(self, capacity: Capacity, buffer: npt.NDArray[np.int32]) -> None:
-        """`buffer` is int32 [at least capacity.num_words], laid out as `Capacity.views` has it; its first number is 0
+        """`buffer` is int32 [at least capacity.host_words], laid out as `Capacity` says; the first of its offsets is 0
         and stays so."""
         tokens, sequences, types, spans = self._capacity = capacity
-        first = _aligned(sequences + 1)
-        second = first + 4 * _aligned(tokens)
-        third = second + 3 * _aligned(sequences)
-        fourth = third + types * _aligned(tokens)
-        buffer[0] = 0
-        self._offsets = buffer[: sequences + 1]
+        self._head = buffer[:HEAD_WORDS].data
+        buffer[HEAD_WORDS] = 0
+        self._offsets = buffer[HEAD_WORDS : HEAD_WORDS + sequences + 1]
         self._starts, self._stops = self._offsets[:-1], self._offsets[1:]
-        self._sides = np.lib.stride_tricks.as_strided(self._offsets, (2, sequences), (4, 4))  # starts, then stops
-        of_tokens = buffer[first:second].reshape(4, -1)[:, :tokens]
-        self._token_ids, self._positions, self._token_starts, _ = of_tokens
-        self._ids_and_positions, self._token_sides = of_tokens[:2], of_tokens[2:]
-        self._dimensions, self._normalize, self._encodings = buffer[second:third].reshape(3, -1)[:, :sequences]
-        self._types = buffer[third : third + tokens] if types else None
-        self._row_sides = buffer[fourth : capacity.num_words].reshape(2, -1)[:, :sequences] if spans else None
-        self._lengths = np.zeros(sequences, dtype=np.int32)
-        self._counting = np.arange(tokens, dtype=np.int32)
+        first = HEAD_WORDS + _aligned(sequences + 1)
+        of_rows = buffer[first : capacity.row_words].reshape(-1, _aligned(sequences))[:, :sequences]
+        self._dimensions, self._normalize, self._encodings = of_rows[:3]
+        self._row_sides = of_rows[3:] if spans else None
+        of_tokens = buffer[capacity.row_words : capacity.host_words].reshape(-1, _aligned(tokens))[:, :tokens]
+        self._token_ids = of_tokens[0]
+        self._types = of_tokens[1] if types else None
 
     def fill(self, batch: Batch | None) -> npt.NDArray[np.int32]:
-        """Write a checked batch that fits (or none), and its dummies. Returns its cu_seqlens, until the next call."""
+        """Write a checked batch that fits (or none), and its dummies. Returns its cu_seqlens, until the next call.
+
+        What dummies' rows ask for does not matter, and what their tokens are nobody reads.
+        """
         tokens, sequences = self._capacity[:2]
-        lengths = self._lengths
+        stops = self._stops
         num_tokens, num_sequences, longest = 0, 0, MAX_DUMMY_LENGTH
         if batch is None:
             longest = max(longest, -(-tokens // sequences))  # there may be fewer rows than short dummies take
         else:
             num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
             self._token_ids[:num_tokens] = batch.token_ids
-            lengths[:num_sequences] = batch.lengths
-        lengths[num_sequences:] = 0
-        for place, length in enumerate(dummy_lengths(tokens - num_tokens, longest), num_sequences):
-            lengths[place] = length
-        lengths.cumsum(out=self._stops)
-        self._token_sides[:] = self._sides.repeat(lengths, axis=1)
-        np.subtract(self._counting, self._token_starts, out=self._positions)
-        self._ids_and_positions[:, num_tokens:] = 0  # a dummy may be longer than the model has positions for
+            np.add.accumulate(batch.lengths, 0, None, stops[:num_sequences])
+        stop = num_tokens
+        while tokens - stop > longest:
+            stop += longest
+            stops[num_sequences] = stop
+            num_sequences += 1
+        stops[num_sequences:] = tokens  # the last dummy's; rows behind it have no tokens
+        self._head[NUM_TOKENS] = num_tokens
         if self._types is not None:
-            self._fill_types(batch)
+            self._fill_types(batch, self._types)
         if self._row_sides is not None:
-            self._fill_spans(batch)
+            self._fill_spans(batch, self._row_sides)
         elif batch is not None:
-            # What dummies ask for does not matter.
-            self._dimensions[:num_sequences] = batch.dimensions
-            self._normalize[:num_sequences] = batch.normalize
-            self._encodings[:num_sequences] = batch.encodings
+            num_rows = len(batch.lengths)
+            self._dimensions[:num_rows] = batch.dimensions
+            self._normalize[:num_rows] = batch.normalize
+            self._encodings[:num_rows] = batch.encodings
         return self._offsets
 
-    def _fill_spans(self, batch: Batch | None) -> None:
-        assert self._row_sides is not None
+    def _fill_spans(self, batch: Batch | None, row_sides: npt.NDArray[np.int32]) -> None:
         num_rows = 0
         if batch is not None:
             num_rows, counts = len(batch.spans), batch.span_counts
-            np.add(batch.spans.T, self._starts[: len(counts)].repeat(counts), out=self._row_sides[:, :num_rows])
+            np.add(batch.spans.T, self._starts[: len(counts)].repeat(counts), out=row_sides[:, :num_rows])
             self._dimensions[:num_rows] = batch.dimensions.repeat(counts)
             self._normalize[:num_rows] = batch.normalize.repeat(counts)
             self._encodings[:num_rows] = batch.encodings.repeat(counts)
-        self._row_sides[:, num_rows:] = self._capacity.tokens  # no tokens, and behind all that have some
+        row_sides[:, num_rows:] = self._capacity.tokens  # no tokens, and behind all that have some
 
-    def _fill_types(self, batch: Batch | None) -> None:
-        assert self._types is not None
-        self._types[:] = 0
+    def _fill_types(self, batch: Batch | None, types: npt.NDArray[np.int32]) -> None:
+        num_typed = 0
         if batch is not None and len(batch.type_starts):
-            num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
-            firsts = (self._starts[:num_sequences] + batch.type_starts).repeat(batch.lengths)
-            np.greater_equal(self._counting[:num_tokens], firsts, out=self._types[:num_tokens], casting="unsafe")
+            num_typed = len(batch.token_ids)
+            firsts = (self._starts[: len(batch.lengths)] + batch.type_starts).repeat(batch.lengths)
+            np.greater_equal(np.arange(num_typed), firsts, out=types[:num_typed], casting="unsafe")
+        self._head[NUM_TYPED] = num_typed
+
+
+def worked_out(words: npt.NDArray[np.int32], capacity: Capacity) -> npt.NDArray[np.int32]:
+    """int32 [num_words] of the host's [host_words]: what the device makes of them (`worker.kernels.step.fetch`)."""
+    tokens = capacity.tokens
+    offsets = words[HEAD_WORDS : HEAD_WORDS + capacity.sequences + 1]
+    sides = np.lib.stride_tricks.sliding_window_view(offsets, 2).repeat(np.diff(offsets), axis=0)
+    places = np.arange(tokens)
+    of_tokens = words[capacity.row_words : capacity.host_words].reshape(-1, _aligned(tokens))
+    of_tokens = np.concatenate((of_tokens, np.zeros((3, _aligned(tokens)), dtype=np.int32)))
+    of_tokens[0, words[NUM_TOKENS] :] = 0
+    if capacity.types:
+        of_tokens[1, words[NUM_TYPED] :] = 0
+    of_tokens[-3, :tokens] = np.where(places < words[NUM_TOKENS], places - sides[:, 0], 0)
+    of_tokens[-2:, :tokens] = sides.T
+    return np.concatenate((words[: capacity.row_words], of_tokens.ravel()))
 
 
 def _aligned(num_words: int) -> int:
     return -(-num_words // 4) * 4
-
-
-def dummy_lengths(num_tokens: int, longest: int = MAX_DUMMY_LENGTH) -> list[int]:
-    """Lengths of the dummy sequences that so many tokens make."""
-    full, rest = divmod(num_tokens, longest)
-    return [longest] * full + ([rest] if rest else [])

@@ -136,7 +136,8 @@ class DeviceRunner:
         self._padding_tokens = metrics.step_tokens.labels("padding")
         self._stream = torch.cuda.Stream(device)
         driver = Driver()
-        self._staging = Staging(largest_capacity(largest_batch_tokens), self._stream, driver)
+        row_bytes = FLAG_BYTES + 4 * output.dimensions
+        self._staging = Staging(largest_capacity(largest_batch_tokens), row_bytes, self._stream, driver)
         self._instances: dict[Key, Attention] = {}
         # By capacity and a bound of the longest sequence, as a power of 2.
         self._plans: dict[tuple[Capacity, int], tuple[Key, Attention]] = {}
@@ -250,10 +251,12 @@ class DeviceRunner:
         slot, offsets = self._staging.load(batch, capacity)
         try:
             instance.prepare(offsets)
-            output = self._forward(key, instance) if way == "eager" or not worth else self.graphs.run(key)
+            if way == "eager" or not worth:
+                self._forward(key, instance)
+            else:
+                self.graphs.run(key)
             lazy = self._staging.collect(
                 slot,
-                output,
                 batch.num_rows,
                 row_width(batch, self._output.dimensions),
                 lambda: self._count(num_tokens, capacity.tokens, worth=worth),
@@ -284,6 +287,7 @@ class DeviceRunner:
         capacity, _ = place(len(batch.token_ids), len(batch.lengths), len(batch.spans), types=self._types)
         slot, _ = self._staging.load(batch, capacity)
         try:
+            self._staging.fetch(capacity)
             ragged = capacity.views(self._staging.block, ReferenceAttention(), capacity.tokens)
             output = _launch(self._model, self._output, replace(ragged, reference=True))
             return output[: batch.num_rows, FLAG_BYTES:].cpu().numpy().view(np.float32)
@@ -303,11 +307,12 @@ class DeviceRunner:
         self._instances.clear()
         self._plans.clear()
 
-    def _forward(self, key: Key, attention: Attention | None = None) -> torch.Tensor:
-        """Launch a key's kernels on the inputs as they are, with this attention; if None, with the one it keeps."""
+    def _forward(self, key: Key, attention: Attention | None = None) -> None:
+        """Launch a key's kernels on what was loaded, with this attention; if None, with the one it keeps."""
         bound = key.max_seqlen or key.capacity.tokens
         ragged = key.capacity.views(self._staging.block, attention or self._instances[key], bound)
-        return _launch(self._model, self._output, ragged)
+        self._staging.fetch(key.capacity)
+        self._staging.publish(_launch(self._model, self._output, ragged))
 
     def _warm_up(self, key: Key) -> None:
         """Run a key that has not come along yet, on dummies."""

@@ -1,156 +1,181 @@
 """The way to a GPU and back: buffers that belong to steps, and one block of inputs at a fixed address.
 
-    batch → a slot's pinned input → the block (fixed address: graphs read it) → forward pass
-          → the slot's device output → the slot's pinned output → LazyTensor
+    batch → a slot's pinned input → `fetch` → the block (fixed address: graphs read it) → forward pass
+          → `publish` → the slot's device output → the slot's pinned output → LazyTensor
 
-A slot is on loan to a step from its launch until its rows were read, so a buffer is never written while a copy reads
-it. The input's copy is in the compute stream: the block may be written only once the step before has read it, so
-there is nothing that a stream of its own could overlap (512 tokens are 9 KB, about 3 µs). The output's copy is on a
-stream of its own, and it is whoever waits for the rows that launches it: what the launching thread does for a step is
-what the device waits for between two steps. That thread only has the rows moved out of the way of the next step, within
-the device.
+`fetch` and `publish` are kernels (`worker.kernels.step`), a step's first and its last, so that a captured step is one
+launch: what the launching thread does for a step is what the device waits for between two steps. A graph is captured
+once and runs on any slot. So slots take turns: the kernels count on the device what the host counts here, and an error
+between the two kernels sets the device's count right again. That is why every step, however it is launched, has both.
+
+A slot is on loan to a step from its launch until its rows were read, so a buffer is never written while something reads
+it: its pinned input was read before there were rows. The output's copy to the host is on a stream of its own, and it is
+whoever waits for the rows that launches it.
 """
 
 from __future__ import annotations
 
-import queue
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from worker.driver import Driver
 from worker.lazy import LazyTensor, Rows
 from worker.pooling import FLAG_BYTES
-from worker.ragged import Capacity, HostArrays
+from worker.ragged import HEAD_WORDS, NEXT_SLOT, OUTPUT_ADDRESS, OUTPUT_WORDS, Capacity, HostArrays
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from common.protocol import Batch
+    from worker.driver import Driver
 
 # One runs, one is launched behind it, one is being filled.
 _NUM_SLOTS = 3
 _MAX_KEPT_INPUTS = 256  # of a slot: more capacities than graphs have; what large steps need besides is made anew
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Input:
-    """A capacity's part of a slot's pinned input."""
-
-    arrays: HostArrays
-    num_bytes: int
+_LEAST_OUTPUT_BYTES = 1 << 18
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    pinned_input: torch.Tensor  # int32
-    inputs: dict[Capacity, _Input]
+    index: int
+    words: npt.NDArray[np.int32]  # its pinned input
+    head: memoryview  # the first of them
     device_output: torch.Tensor  # uint8, grown as needed
     pinned_output: torch.Tensor  # uint8, likewise
     launched: torch.cuda.Event  # the rows are in device_output
     copied: torch.cuda.Event  # and in pinned_output
-    input_address: int
-    output_address: int = 0
+    launched_handle: int  # the same event, for the driver
+    inputs: dict[Capacity, HostArrays] = field(default_factory=dict)
+    free: threading.Lock = field(default_factory=threading.Lock)  # held while the slot is on loan
     size: int = 0  # bytes of each of the outputs
 
 
 class Staging:
-    """`load` and `collect` are for the thread that launches; rows may be read on any one other, or on the same.
+    """All but reading rows is for the thread that launches; rows may be read on any one other, or on the same.
 
-    Every result has to be read: its buffers are on loan until then, and `load` waits where all are.
+    Every result has to be read: its buffers are on loan until then, and a step waits for the one three before it.
     """
 
-    def __init__(self, largest: Capacity, stream: torch.cuda.Stream, driver: Driver) -> None:
-        """Room for any capacity whose `num_words` are at most those of the largest. `stream` is what computes."""
+    def __init__(self, largest: Capacity, row_bytes: int, stream: torch.cuda.Stream, driver: Driver) -> None:
+        """Room for any capacity whose words are at most those of the largest. `stream` is what computes, and what it
+        computes are rows of so many bytes, a multiple of 4."""
+        from worker.kernels import step  # brings Triton, which only a GPU needs
+
         device = stream.device
+        self._kernels = step
         self._device = device
+        self._row_bytes = row_bytes
         self._stream = stream
         self._stream_handle: int = stream.cuda_stream
         self._driver = driver
         self._copy_stream = torch.cuda.Stream(device)
-        num_words = largest.num_words
-        self.block = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._block_address = self.block.data_ptr()
-        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
-        for _ in range(_NUM_SLOTS):
-            pinned = torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
-            empty = torch.empty(0, dtype=torch.uint8)
-            launched = torch.cuda.Event()
-            copied = torch.cuda.Event(blocking=True)
-            self._free.put(_Slot(pinned, {}, empty.to(device), empty, launched, copied, pinned.data_ptr()))
+        self.block = torch.zeros(largest.num_words, dtype=torch.int32, device=device)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ring = torch.zeros((_NUM_SLOTS, largest.host_words), dtype=torch.int32, pin_memory=True)
+        self._turn = 0  # the slot that the next step takes
+        self._slots = [self._slot(index) for index in range(_NUM_SLOTS)]
+
+    def _slot(self, index: int) -> _Slot:
+        words = self._ring[index].numpy()
+        head = words[:HEAD_WORDS].data
+        head[NEXT_SLOT] = (index + 1) % _NUM_SLOTS
+        empty = torch.empty(0, dtype=torch.uint8)
+        launched = torch.cuda.Event()
+        launched.record(self._stream)  # which makes it
+        copied = torch.cuda.Event(blocking=True)
+        return _Slot(index, words, head, empty.to(self._device), empty, launched, copied, launched.cuda_event)
 
     def load(self, batch: Batch | None, capacity: Capacity) -> tuple[_Slot, npt.NDArray[np.int32]]:
-        """Start a checked batch (None: nothing but dummies) on its way into the block; its slot, and its cu_seqlens on
-        the host.
+        """Write a checked batch (None: nothing but dummies, without rows) where the next `fetch` reads it; its slot,
+        and its cu_seqlens on the host.
 
-        Waits for a slot where three steps are unread.
+        Waits where the step three before is unread. After it come `fetch`, `publish` and `collect`, or `give_back`.
         """
-        slot = self._free.get()
+        slot = self._slots[self._turn]
+        slot.free.acquire()
         try:
-            place = slot.inputs.get(capacity) or self._cut(slot, capacity)
-            offsets = place.arrays.fill(batch)
-            self._driver.copy_in(self._block_address, slot.input_address, place.num_bytes, self._stream_handle)
+            size = 0 if batch is None else batch.num_rows * self._row_bytes
+            if slot.size < size:
+                self._grow(slot, size)
+            arrays = slot.inputs.get(capacity)
+            if arrays is None:
+                arrays = self._cut(slot, capacity)
+            offsets = arrays.fill(batch)
+            slot.head[OUTPUT_WORDS] = size // 4
         except BaseException:
-            self._free.put(slot)
+            slot.free.release()
             raise
+        self._turn = slot.head[NEXT_SLOT]
         return slot, offsets
 
-    def _cut(self, slot: _Slot, capacity: Capacity) -> _Input:
-        place = _Input(HostArrays(capacity, slot.pinned_input.numpy()), 4 * capacity.num_words)
+    def _cut(self, slot: _Slot, capacity: Capacity) -> HostArrays:
+        arrays = HostArrays(capacity, slot.words)
         if len(slot.inputs) < _MAX_KEPT_INPUTS:
-            slot.inputs[capacity] = place
-        return place
+            slot.inputs[capacity] = arrays
+        return arrays
 
-    def give_back(self, slot: _Slot) -> None:
-        """Of a step that nobody will read. Waits until nothing reads its input any more."""
-        try:
-            self._stream.synchronize()
-        finally:
-            self._free.put(slot)
+    def _grow(self, slot: _Slot, size: int) -> None:
+        """Make room for an output. The slot is on loan, so nothing reads the old buffers any more."""
+        size = max(size, 2 * slot.size, _LEAST_OUTPUT_BYTES)
+        device_output = torch.empty(size, dtype=torch.uint8, device=self._device)
+        pinned_output = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        # Only now that there is memory for both: a slot never claims room that it lacks.
+        slot.device_output, slot.pinned_output, slot.size = device_output, pinned_output, size
+        slot.words[OUTPUT_ADDRESS : OUTPUT_ADDRESS + 2].view(np.int64)[0] = device_output.data_ptr()
 
-    def collect(
-        self, slot: _Slot, output: torch.Tensor, num_rows: int, width: int, count: Callable[[], None]
-    ) -> LazyTensor:
-        """Keep `width` bytes of each of the first rows for whoever reads them.
+    def fetch(self, capacity: Capacity) -> None:
+        """Launch what brings a loaded batch into the block."""
+        self._kernels.fetch(self._ring, self._counter, self.block, capacity)
+
+    def publish(self, output: torch.Tensor) -> None:
+        """Launch what keeps the rows of the batch in the block, and lets the next one follow.
 
         Args:
-            output: uint8 [at least num_rows, FLAG_BYTES + at least width], contiguous, as `pooling.finish` gives it;
-                the next step may overwrite it.
-            count: called by whoever reads the rows: bookkeeping that nothing has to wait for.
+            output: uint8 [at least the batch's rows, row_bytes], contiguous, as `pooling.finish` gives it; the next
+                step may overwrite it.
         """
-        whole = output.shape[1]
-        if slot.size < num_rows * whole:
-            self._grow(slot, num_rows * whole)
-        # Whole rows, in one piece: on the device that costs nothing.
-        self._driver.copy_within(slot.output_address, output.data_ptr(), num_rows * whole, self._stream_handle)
-        slot.launched.record(self._stream)
+        assert output.shape[1] == self._row_bytes
+        self._kernels.publish(output, self.block, self._counter)
+
+    def collect(self, slot: _Slot, num_rows: int, width: int, count: Callable[[], None]) -> LazyTensor:
+        """What the step that has been launched gives whoever reads it: `width` bytes of each of its rows.
+
+        `count` is called by whoever reads the rows: bookkeeping that nothing has to wait for.
+        """
+        self._driver.record(slot.launched_handle, self._stream_handle)
 
         def read() -> Rows:
             try:
                 count()
                 torch.cuda.set_device(self._device)  # a thread of its own starts out at device 0
-                wanted = slot.device_output[: num_rows * whole].view(num_rows, whole)[:, : FLAG_BYTES + width]
+                rows = slot.device_output[: num_rows * self._row_bytes].view(num_rows, self._row_bytes)
+                wanted = rows[:, : FLAG_BYTES + width]
                 host = slot.pinned_output[: wanted.numel()].view(wanted.shape)
                 with torch.cuda.stream(self._copy_stream):
                     slot.launched.wait()
                     host.copy_(wanted, non_blocking=True)
                     slot.copied.record()
                 slot.copied.synchronize()
-                rows = host.numpy()
-                return Rows(rows[:, FLAG_BYTES:].copy(), rows[:, 0].copy())
+                copied = host.numpy()
+                return Rows(copied[:, FLAG_BYTES:].copy(), copied[:, 0].copy())
             finally:
-                self._free.put(slot)
+                slot.free.release()
 
         return LazyTensor(read, slot.launched.query)
 
-    def _grow(self, slot: _Slot, size: int) -> None:
-        """Make room for an output. The slot is on loan, so nothing reads the old buffers any more."""
-        size = max(size, 2 * slot.size, 1 << 18)
-        device_output = torch.empty(size, dtype=torch.uint8, device=self._device)
-        pinned_output = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        # Only now that there is memory for both: a slot never claims room that it lacks.
-        slot.device_output, slot.pinned_output = device_output, pinned_output
-        slot.output_address, slot.size = device_output.data_ptr(), size
+    def give_back(self, slot: _Slot) -> None:
+        """Of the step that was loaded last, which nobody will read, wherever it has ended: its turn is the next one's.
+
+        Waits until nothing reads its input any more, and sets the device's count to the host's.
+        """
+        self._turn = slot.index
+        try:
+            self._stream.synchronize()
+            with torch.cuda.stream(self._stream):
+                self._counter.fill_(slot.index)
+        finally:
+            slot.free.release()

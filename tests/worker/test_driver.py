@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from worker.driver import Driver
+from worker.driver import Driver, wake
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """One whose every call fails with the number of bytes or the graph that it is given."""
+    """One whose every call fails with the graph or the event that it is given."""
 
     class Call:
         def __init__(self, failing: Callable[..., int]) -> None:
@@ -23,9 +23,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
             return self._failing(*arguments)
 
     class Library:
-        cuMemcpyHtoDAsync_v2 = Call(lambda destination, source, num_bytes, stream: num_bytes)
-        cuMemcpyDtoDAsync_v2 = Call(lambda destination, source, num_bytes, stream: num_bytes)
         cuGraphLaunch = Call(lambda graph, stream: graph)
+        cuEventRecord = Call(lambda event, stream: event)
         cuGetErrorName = Call(lambda code, name: 1)  # has no name for it
 
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: Library())
@@ -33,13 +32,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_an_error_says_its_number(driver: Driver) -> None:
-    for call in (
-        lambda: driver.copy_in(0, 0, 700, 0),
-        lambda: driver.copy_within(0, 0, 700, 0),
-        lambda: driver.launch_graph(700, 0),
-    ):
+    for call in (driver.launch_graph, driver.record):
         with pytest.raises(RuntimeError, match="CUDA error 700: unknown") as caught:
-            call()
+            call(700, 0)
         assert not isinstance(caught.value, torch.OutOfMemoryError)
 
 
@@ -49,5 +44,15 @@ def test_a_lack_of_memory_is_told_apart_so_that_the_batch_is_halved(driver: Driv
 
 
 def test_what_succeeds_raises_nothing(driver: Driver) -> None:
-    driver.copy_in(0, 0, 0, 0)
     driver.launch_graph(0, 0)
+    driver.record(0, 0)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch that can use a device")
+def test_where_torch_is_for_cpus_alone_no_device_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    monkeypatch.setattr(ctypes, "CDLL", opened.append)
+
+    wake(0)
+
+    assert opened == []

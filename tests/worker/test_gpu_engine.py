@@ -161,6 +161,40 @@ def test_all_graphs_are_there_before_an_eager_start_is_ready(tmp_path: Path) -> 
     assert lowest_cosine(embed(engine, batch), expected) >= 0.999
 
 
+class FailingAttention:
+    """Raises when a step is half launched."""
+
+    name = "failing"
+    needs_max_seqlen = False
+
+    def at(self, tokens: int, sequences: int) -> FailingAttention:
+        return self
+
+    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
+        pass
+
+    def __call__(self, *inputs: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("half launched")
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3, 4])
+def test_a_step_that_fails_half_launched_leaves_those_around_it_right(engine: Engine, num_failures: int) -> None:
+    runner = runner_of(engine)
+    before, after = random_batch([30, 5], seed=1), random_batch([7] * 9, seed=2)
+    expected = [runner.reference(batch) for batch in (before, after)]
+    for batch in (before, after):
+        engine._runner.run_ready(batch).numpy()
+
+    running = engine.step(before)
+    for _ in range(num_failures):
+        with pytest.raises(RuntimeError, match="half launched"):
+            runner.run_with(before, FailingAttention(), "eager")
+    following = engine.step(after)
+
+    assert lowest_cosine(running.numpy().rows.view(np.float32), expected[0]) >= 0.999
+    assert lowest_cosine(following.numpy().rows.view(np.float32), expected[1]) >= 0.999
+
+
 @pytest.mark.slow
 def test_a_thousand_rounds_of_large_and_small_batches_stay_right(engine: Engine) -> None:
     batches = [random_batch(lengths, seed) for seed, lengths in enumerate(([5], [300] * 12, [20] * 25, [1], [2000, 3]))]

@@ -5,16 +5,31 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from tests.models import make_batch
 from worker.attention.sdpa import SdpaAttention
 from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS
-from worker.ragged import BadBatch, Capacity, HostArrays, LengthGroup, Limits, check, dummy_lengths, load_sorted
+from worker.ragged import (
+    BadBatch,
+    Capacity,
+    HostArrays,
+    LengthGroup,
+    Limits,
+    RaggedBatch,
+    check,
+    load_sorted,
+    worked_out,
+)
 
 LIMITS = Limits(vocab_size=100, max_tokens=8, dimensions=32, encodings=frozenset({0, 1}))
 SDPA = SdpaAttention()
+
+
+def on_device(words: npt.NDArray[np.int32], capacity: Capacity) -> RaggedBatch:
+    return capacity.views(torch.from_numpy(worked_out(words, capacity)), SDPA, 128)
 
 
 def test_sequences_are_put_in_order_of_length_and_equal_lengths_keep_their_order() -> None:
@@ -101,15 +116,15 @@ def test_tokens_from_the_start_of_the_second_type_on_are_of_it() -> None:
 
 def test_a_capacity_holds_the_spans_and_types_of_a_batch_and_nothing_of_the_one_before() -> None:
     capacity = Capacity(tokens=12, sequences=6, types=True, spans=True)
-    buffer = np.full(capacity.num_words, 77, dtype=np.int32)
+    buffer = np.full(capacity.host_words, 77, dtype=np.int32)
     arrays = HostArrays(capacity, buffer)
     spans = [[(0, 1), (1, 3)], [(0, 2), (2, 3), (3, 4)]]
     arrays.fill(make_batch([[1, 2, 3], [5, 6, 7, 8]], dimensions=[3, 4], type_starts=[2, 4], spans=spans))
-    first = capacity.views(torch.from_numpy(buffer.copy()), SDPA, 4)
+    first = on_device(buffer, capacity)
 
     arrays.fill(make_batch([[1, 2], [5]], dimensions=[7, 8], spans=[[(0, 2)], [(0, 1)]]))
 
-    second = capacity.views(torch.from_numpy(buffer), SDPA, 4)
+    second = on_device(buffer, capacity)
     assert first.token_types is not None
     assert second.token_types is not None
     assert first.row_starts.tolist() == [0, 1, 3, 5, 6, 12]
@@ -133,11 +148,11 @@ def test_arrays_that_cannot_be_written_are_taken() -> None:
 
 def test_a_capacity_is_filled_with_the_batch_in_its_order_and_dummy_sequences_behind_it() -> None:
     capacity = Capacity(tokens=8, sequences=5)
-    buffer = np.full(capacity.num_words, 77, dtype=np.int32)
+    buffer = np.full(capacity.host_words, 77, dtype=np.int32)
     batch = make_batch([[10, 11, 12], [20]], dimensions=[3, 4], normalize=[0, 1], encodings=[1, 0])
 
     offsets = HostArrays(capacity, buffer).fill(batch)
-    ragged = capacity.views(torch.from_numpy(buffer), SDPA, 3)
+    ragged = on_device(buffer, capacity)
 
     assert offsets.tolist() == [0, 3, 4, 8, 8, 8]
     assert ragged.cu_seqlens.tolist() == [0, 3, 4, 8, 8, 8]
@@ -152,15 +167,15 @@ def test_a_capacity_is_filled_with_the_batch_in_its_order_and_dummy_sequences_be
 
 def test_what_a_batch_leaves_behind_is_gone_in_the_next_one() -> None:
     capacity = Capacity(tokens=8, sequences=5)
-    fresh, used = (np.full(capacity.num_words, 77, dtype=np.int32) for _ in range(2))
+    fresh, used = (np.full(capacity.host_words, 77, dtype=np.int32) for _ in range(2))
     arrays = HostArrays(capacity, used)
     arrays.fill(make_batch([[9] * 2] * 4, dimensions=[5] * 4, normalize=[1] * 4, encodings=[2] * 4))
 
     arrays.fill(make_batch([[10, 11, 12]]))
     HostArrays(capacity, fresh).fill(make_batch([[10, 11, 12]]))
 
-    ragged = capacity.views(torch.from_numpy(used), SDPA, 3)
-    expected = capacity.views(torch.from_numpy(fresh), SDPA, 3)
+    ragged = on_device(used, capacity)
+    expected = on_device(fresh, capacity)
     for name in ("token_ids", "positions", "token_starts", "token_stops", "cu_seqlens"):
         assert getattr(ragged, name).tolist() == getattr(expected, name).tolist()
     wanted = (ragged.dimensions[0], ragged.normalize[0], ragged.encodings[0])
@@ -169,26 +184,26 @@ def test_what_a_batch_leaves_behind_is_gone_in_the_next_one() -> None:
 
 def test_capacities_may_take_turns_in_one_buffer() -> None:
     large, small = Capacity(tokens=16, sequences=5), Capacity(tokens=8, sequences=3)
-    buffer = np.zeros(large.num_words, dtype=np.int32)
+    buffer = np.zeros(large.host_words, dtype=np.int32)
     arrays = {capacity: HostArrays(capacity, buffer) for capacity in (large, small)}
     batch = make_batch([[10, 11, 12], [20]])
 
     for capacity in (small, large, small, large):
         arrays[capacity].fill(batch)
 
-        ragged = capacity.views(torch.from_numpy(buffer), SDPA, 3)
+        ragged = on_device(buffer, capacity)
         assert ragged.cu_seqlens[:3].tolist() == [0, 3, 4]
         assert ragged.token_ids[:5].tolist() == [10, 11, 12, 20, 0]
 
 
 def test_a_capacity_without_a_batch_is_filled_with_dummies_alone() -> None:
     capacity = Capacity(tokens=200, sequences=4)
-    buffer = np.full(capacity.num_words, 77, dtype=np.int32)
+    buffer = np.full(capacity.host_words, 77, dtype=np.int32)
 
     offsets = HostArrays(capacity, buffer).fill(None)
 
     assert offsets.tolist() == [0, 128, 200, 200, 200]
-    assert not capacity.views(torch.from_numpy(buffer), SDPA, 128).token_ids.any()
+    assert not on_device(buffer, capacity).token_ids.any()
 
 
 @pytest.mark.parametrize("tokens", TOKEN_COUNTS)
@@ -196,17 +211,21 @@ def test_every_capacity_can_be_filled_with_dummies_alone(tokens: int) -> None:
     for sequences in SEQUENCE_COUNTS:
         capacity = Capacity(tokens, sequences)
 
-        offsets = HostArrays(capacity, np.zeros(capacity.num_words, dtype=np.int32)).fill(None)
+        offsets = HostArrays(capacity, np.zeros(capacity.host_words, dtype=np.int32)).fill(None)
 
         assert offsets[-1] == tokens
         assert np.diff(offsets).max() <= max(128, -(-tokens // sequences))
 
 
-def test_dummy_sequences_are_short() -> None:
-    assert dummy_lengths(0) == []
-    assert dummy_lengths(63) == [63]
-    assert dummy_lengths(255) == [128, 127]
-    assert dummy_lengths(256) == [128, 128]
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(256, [0]), (193, [63]), (128, [128]), (127, [128, 1]), (1, [128, 127])]
+)
+def test_dummy_sequences_are_short(num_tokens: int, expected: list[int]) -> None:
+    capacity = Capacity(tokens=256, sequences=4)
+
+    offsets = HostArrays(capacity, np.zeros(capacity.host_words, dtype=np.int32)).fill(make_batch([[1] * num_tokens]))
+
+    assert np.diff(offsets).tolist() == [num_tokens, *expected] + [0] * (3 - len(expected))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from common.protocol import FLOAT32, Batch
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention, attend
 from worker.graphs import place
-from worker.ragged import Capacity, HostArrays, RaggedBatch
+from worker.ragged import Capacity, HostArrays, RaggedBatch, worked_out
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -289,11 +289,12 @@ def ragged(
         normalize=ones.astype(np.uint8),
         encodings=np.full(len(lengths), FLOAT32, dtype=np.uint8),
     )
-    buffer = np.zeros(capacity.num_words, dtype=np.int32)
-    offsets = HostArrays(capacity, buffer).fill(batch)
+    words = np.zeros(capacity.host_words, dtype=np.int32)
+    offsets = HostArrays(capacity, words).fill(batch)
     # As the engine bounds it, for backends whose launch depends on it.
     bound = max(128, 1 << (int(lengths.max()) - 1).bit_length())
-    return capacity.views(torch.from_numpy(buffer).to(device), attention, bound), offsets
+    block = torch.from_numpy(worked_out(words, capacity)).to(device)
+    return capacity.views(block, attention, bound), offsets
 
 
 def qkv(shape: HeadShape, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

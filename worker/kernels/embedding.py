@@ -1,6 +1,7 @@
-"""A step's first kernel: rows of the embedding table, and perhaps other embeddings and the first layer norm.
+"""A model's first kernel: rows of the embedding table, and perhaps other embeddings and the first layer norm.
 
-As a step begins here, these kernels let their successor start only once they have waited themselves (`launch.py`).
+As what is in front of it writes a step's inputs, these kernels let their successor start only once they have waited
+themselves (`launch.py`).
 """
 
 from __future__ import annotations

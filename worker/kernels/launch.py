@@ -11,8 +11,9 @@ With programmatic dependent launch a kernel's programs are started while the one
 1. Every program of every kernel calls `gdc_wait` once, before it reads or writes anything that another kernel writes.
    What a kernel waits for has itself waited, so the end of one kernel means the end of all before it.
 2. Read before `gdc_wait` may be only what nothing in a step writes: weights, tables, and the batch's own integers.
-3. The kernel that a step begins with (`embedding.py`) lets its successor start only after its own wait. So whatever
-   wrote a step's inputs has ended before any later kernel of the step starts, which is what rule 2 relies on.
+3. What writes a step's inputs (`step.fetch`) lets nobody start early, nor starts early itself, and the kernel behind it
+   (`embedding.py`) lets its own successor start only after its own wait. So the inputs are written, and can be seen,
+   before any later kernel of the step starts, which is what rule 2 relies on.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
