@@ -68,14 +68,34 @@ Forward = Callable[[Key], None]
 
 def place(num_tokens: int, num_sequences: int, num_spans: int = 0, *, types: bool = False) -> tuple[Capacity, bool]:
     """The smallest capacity that takes a batch and its dummies, and whether it is worth a graph."""
+    found = rung(num_tokens, num_sequences, num_spans)
+    if found is not None:
+        tokens, sequences = divmod(found // 2, len(SEQUENCE_COUNTS))
+        return Capacity(TOKEN_COUNTS[tokens], SEQUENCE_COUNTS[sequences], types, num_spans > 0), True
     index = bisect_left(TOKEN_COUNTS, num_tokens)
-    worth = index < len(TOKEN_COUNTS)
-    tokens = TOKEN_COUNTS[index] if worth else -(-num_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP
-    num_dummies = -(-(tokens - num_tokens) // MAX_DUMMY_LENGTH)
-    needed = max(num_sequences + num_dummies, num_spans)
-    if worth and needed <= SEQUENCE_COUNTS[-1]:
-        return Capacity(tokens, SEQUENCE_COUNTS[bisect_left(SEQUENCE_COUNTS, needed)], types, num_spans > 0), True
-    return Capacity(tokens, needed, types, num_spans > 0), False
+    many = -(-num_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP
+    tokens = TOKEN_COUNTS[index] if index < len(TOKEN_COUNTS) else many
+    return Capacity(
+        tokens, max(_with_dummies(num_tokens, num_sequences, tokens), num_spans), types, num_spans > 0
+    ), False
+
+
+def rung(num_tokens: int, num_sequences: int, num_spans: int) -> int | None:
+    """A number that tells the capacities that are worth a graph apart, None for others: on every step's way."""
+    index = bisect_left(TOKEN_COUNTS, num_tokens)
+    if index == len(TOKEN_COUNTS):
+        return None
+    needed = _with_dummies(num_tokens, num_sequences, TOKEN_COUNTS[index])
+    if needed < num_spans:
+        needed = num_spans
+    if needed > SEQUENCE_COUNTS[-1]:
+        return None
+    return (index * len(SEQUENCE_COUNTS) + bisect_left(SEQUENCE_COUNTS, needed)) * 2 + (num_spans > 0)
+
+
+def _with_dummies(num_tokens: int, num_sequences: int, tokens: int) -> int:
+    """The sequences of a batch that is padded to so many tokens."""
+    return num_sequences - (num_tokens - tokens) // MAX_DUMMY_LENGTH
 
 
 def largest_capacity(max_tokens: int) -> Capacity:
@@ -92,8 +112,8 @@ class _Captured:
 
 
 class GraphRunner:
-    """Runs forward passes on one stream, which is to be the current one: eagerly, or by replaying. One thread calls
-    it."""
+    """Runs forward passes on one stream: eagerly, or by replaying. One thread calls it, whose current stream is to be
+    that one, but for `replay`."""
 
     def __init__(
         self,
@@ -126,8 +146,6 @@ class GraphRunner:
         self._max_bytes = max_bytes
         self._hot_keys = hot_keys
         self._metrics = metrics
-        self._replays = metrics.graph_runs.labels("replay")  # looked up once: they are on every step's way
-        self._eager_runs = metrics.graph_runs.labels("eager")
         self._pool: object | None = None  # torch's handle, opaque
         self._captured: OrderedDict[Key, _Captured] = OrderedDict()  # the least recently used first
         self._compiled: set[Key] = set()  # what has run eagerly
@@ -140,24 +158,28 @@ class GraphRunner:
             self._wanted.update(dict.fromkeys(key for key in self._read_hot_keys() if can_run(key)))
             self._hot.update(self._wanted)
 
-    def run(self, key: Key) -> None:
-        """Launch a key's forward pass."""
+    def replay(self, key: Key) -> bool:
+        """Launch a key's graph, if it has one; whether it has."""
         captured = self._captured.get(key)
-        if captured is not None:
-            self._driver.launch_graph(captured.handle, self._stream)
-            # After the launch, which the device may be waiting for.
-            self._captured.move_to_end(key)
-            self._replays.inc()
-            return
+        if captured is None:
+            return False
+        self._driver.launch_graph(captured.handle, self._stream)
+        # After the launch, which the device may be waiting for.
+        self._captured.move_to_end(key)
+        return True
+
+    def run(self, key: Key) -> bool:
+        """Launch a key's forward pass; whether by replaying a graph."""
+        if self.replay(key):
+            return True
         self._hot.discard(key)
         if self._lazy and key in self._compiled and key not in self._failed:
             self._wanted[key] = None
             if time.monotonic() >= self._next_capture_s and self.capture(key):
-                self.run(key)
-                return
+                return self.run(key)
         self._forward(key)
         self._compiled.add(key)
-        self._eager_runs.inc()
+        return False
 
     @property
     def wants(self) -> bool:

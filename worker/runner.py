@@ -5,7 +5,7 @@ Both runners have the same methods, so the engine does not ask where it is.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -18,11 +18,11 @@ from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention
 from worker.attention.select import select
 from worker.driver import Driver
-from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place
+from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place, rung
 from worker.lazy import LazyTensor, Rows
 from worker.output import Output
 from worker.pooling import FLAG_BYTES
-from worker.ragged import Capacity, RaggedBatch, load_sorted
+from worker.ragged import Capacity, HostArrays, RaggedBatch, load_sorted
 from worker.sparse import compress
 from worker.staging import Staging
 
@@ -38,6 +38,16 @@ if TYPE_CHECKING:
 
 # How a step runs: as it comes, or for certain in one of the two ways.
 Way = Literal["served", "eager", "graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What batches of one kind run by."""
+
+    key: Key
+    attention: Attention  # the instance of the key, or the backend itself where there is no graph
+    places: list[HostArrays]
+    worth: bool  # a graph
 
 
 class Runner(Protocol):
@@ -100,7 +110,8 @@ class HostRunner:
 class DeviceRunner:
     """On a GPU: `run` returns once all is launched. One thread calls it, whose current stream it sets to its own.
 
-    Its own, since a graph cannot be captured on the default stream; and each time, since another one may have been set.
+    Its own, since a graph cannot be captured on the default stream; and each time that something is launched on the
+    current one (a graph is not), since another one may have been set.
     """
 
     def __init__(
@@ -131,7 +142,9 @@ class DeviceRunner:
         self._output = output
         self._types = model.has_token_types
         self._selection = selection
-        self._large_runs = metrics.graph_runs.labels("large")  # looked up once: it is on every step's way
+        self._replays, self._eager_runs, self._large_runs = (
+            metrics.graph_runs.labels(kind) for kind in ("replay", "eager", "large")
+        )
         self._real_tokens = metrics.step_tokens.labels("real")
         self._padding_tokens = metrics.step_tokens.labels("padding")
         self._stream = torch.cuda.Stream(device)
@@ -139,8 +152,8 @@ class DeviceRunner:
         row_bytes = FLAG_BYTES + 4 * output.dimensions
         self._staging = Staging(largest_capacity(largest_batch_tokens), row_bytes, self._stream, driver)
         self._instances: dict[Key, Attention] = {}
-        # By capacity and a bound of the longest sequence, as a power of 2.
-        self._plans: dict[tuple[Capacity, int], tuple[Key, Attention]] = {}
+        self._plans: dict[tuple[int, int], _Plan] = {}  # by rung, and a bound of the longest sequence as a power of 2
+        self._places: dict[Capacity, list[HostArrays]] = {}  # of plans
         self._has_graphs = config.graphs != "off"
         self.graphs = GraphRunner(
             self._forward,
@@ -230,53 +243,62 @@ class DeviceRunner:
 
     def run_with(self, batch: Batch, backend: Attention | None, way: Way) -> LazyTensor:
         """Launch a checked batch with this attention backend; None: the one that is chosen for its shape."""
-        torch.cuda.set_stream(self._stream)
-        num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
-        capacity, worth = place(num_tokens, num_sequences, len(batch.spans), types=self._types)
-        longest = int(batch.lengths.max())
-        if backend is None:
-            # Classes of lengths end at powers of two, and so do the bounds that keys have.
-            power = (longest - 1).bit_length()
-            plan = self._plans.get((capacity, power))
-            if plan is None:
-                plan = self._plan(capacity, longest, worth=worth)
-                if worth:
-                    self._plans[capacity, power] = plan
-            key, instance = plan
-        else:
-            key = _key(backend, capacity, longest)
-            instance = self._instance(key, backend) if worth else backend
-        if way == "graph" and worth:
-            self.graphs.capture(key)  # before the inputs are there: it may run on others first
-        slot, offsets = self._staging.load(batch, capacity)
+        num_tokens, num_sequences, num_spans = len(batch.token_ids), len(batch.lengths), len(batch.spans)
+        longest = int(np.maximum.reduce(batch.lengths))
+        # Classes of lengths end at powers of two, and so do the bounds that keys have.
+        power = (longest - 1).bit_length()
+        number = rung(num_tokens, num_sequences, num_spans)
+        plan = self._plans.get((number, power)) if backend is None and number is not None else None
+        if plan is None:
+            torch.cuda.set_stream(self._stream)
+            capacity, worth = place(num_tokens, num_sequences, num_spans, types=self._types)
+            plan = self._plan(capacity, longest, backend, worth=worth)
+            if backend is None and number is not None:
+                self._plans[number, power] = plan
+        if way == "graph" and plan.worth:
+            torch.cuda.set_stream(self._stream)
+            self.graphs.capture(plan.key)  # before the inputs are there: it may run on others first
+        slot, offsets = self._staging.load(batch, plan.places)
         try:
-            instance.prepare(offsets)
-            if way == "eager" or not worth:
-                self._forward(key, instance)
-            else:
-                self.graphs.run(key)
-            lazy = self._staging.collect(
-                slot,
-                batch.num_rows,
-                row_width(batch, self._output.dimensions),
-                lambda: self._count(num_tokens, capacity.tokens, worth=worth),
-            )
+            if plan.attention.prepares:
+                torch.cuda.set_stream(self._stream)
+                plan.attention.prepare(offsets)
+            replayed = False
+            if way == "eager" or not plan.worth:
+                self._forward(plan.key, plan.attention)
+            elif not (replayed := self.graphs.replay(plan.key)):
+                torch.cuda.set_stream(self._stream)
+                replayed = self.graphs.run(plan.key)
+            lazy = self._staging.collect(slot, batch.num_rows, lambda: self._count(batch, plan, replayed=replayed))
         except BaseException:
             self._staging.give_back(slot)
             raise
         return _compressed(lazy, batch) if self._output.is_sparse else lazy
 
-    def _plan(self, capacity: Capacity, longest: int, *, worth: bool) -> tuple[Key, Attention]:
+    def _plan(self, capacity: Capacity, longest: int, backend: Attention | None, *, worth: bool) -> _Plan:
         """What a batch of this capacity runs by. One that is seen once needs nothing that is kept for the next time."""
-        backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
+        if backend is None:
+            backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
         key = _key(backend, capacity, longest)
-        return key, self._instance(key, backend) if worth else backend
-
-    def _count(self, num_tokens: int, padded: int, *, worth: bool) -> None:
         if not worth:
-            self._large_runs.inc()
+            return _Plan(key, backend, self._staging.places(capacity), worth=False)
+        return _Plan(key, self._instance(key, backend), self._places_of(capacity), worth=True)
+
+    def _places_of(self, capacity: Capacity) -> list[HostArrays]:
+        """Where batches of a capacity that will be seen again are written."""
+        places = self._places.get(capacity)
+        if places is None:
+            places = self._places[capacity] = self._staging.places(capacity)
+        return places
+
+    def _count(self, batch: Batch, plan: _Plan, *, replayed: bool) -> int:
+        """Note down that a batch has run; bytes of its widest row."""
+        num_tokens = len(batch.token_ids)
+        runs = (self._replays if replayed else self._eager_runs) if plan.worth else self._large_runs
+        runs.inc()
         self._real_tokens.inc(num_tokens)
-        self._padding_tokens.inc(padded - num_tokens)
+        self._padding_tokens.inc(plan.key.capacity.tokens - num_tokens)
+        return row_width(batch, self._output.dimensions)
 
     def reference(self, batch: Batch) -> npt.NDArray[np.float32]:
         """The batch's rows with every product in float32 and attention by its formula; waits for them.
@@ -285,7 +307,7 @@ class DeviceRunner:
         """
         torch.cuda.set_stream(self._stream)
         capacity, _ = place(len(batch.token_ids), len(batch.lengths), len(batch.spans), types=self._types)
-        slot, _ = self._staging.load(batch, capacity)
+        slot, _ = self._staging.load(batch, self._staging.places(capacity))
         try:
             self._staging.fetch(capacity)
             ragged = capacity.views(self._staging.block, ReferenceAttention(), capacity.tokens)
@@ -309,6 +331,7 @@ class DeviceRunner:
 
     def _forward(self, key: Key, attention: Attention | None = None) -> None:
         """Launch a key's kernels on what was loaded, with this attention; if None, with the one it keeps."""
+        torch.cuda.set_stream(self._stream)
         bound = key.max_seqlen or key.capacity.tokens
         ragged = key.capacity.views(self._staging.block, attention or self._instances[key], bound)
         self._staging.fetch(key.capacity)
@@ -317,7 +340,7 @@ class DeviceRunner:
     def _warm_up(self, key: Key) -> None:
         """Run a key that has not come along yet, on dummies."""
         backend = self._selection.named(key.attention)
-        slot, offsets = self._staging.load(None, key.capacity)
+        slot, offsets = self._staging.load(None, self._places_of(key.capacity))
         try:
             self._instance(key, backend).prepare(offsets)
             self._forward(key)

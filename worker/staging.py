@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 # One runs, one is launched behind it, one is being filled.
 _NUM_SLOTS = 3
-_MAX_KEPT_INPUTS = 256  # of a slot: more capacities than graphs have; what large steps need besides is made anew
 _LEAST_OUTPUT_BYTES = 1 << 18
 
 
@@ -49,7 +48,6 @@ class _Slot:
     launched: torch.cuda.Event  # the rows are in device_output
     copied: torch.cuda.Event  # and in pinned_output
     launched_handle: int  # the same event, for the driver
-    inputs: dict[Capacity, HostArrays] = field(default_factory=dict)
     free: threading.Lock = field(default_factory=threading.Lock)  # held while the slot is on loan
     size: int = 0  # bytes of each of the outputs
 
@@ -89,7 +87,11 @@ class Staging:
         copied = torch.cuda.Event(blocking=True)
         return _Slot(index, words, head, empty.to(self._device), empty, launched, copied, launched.cuda_event)
 
-    def load(self, batch: Batch | None, capacity: Capacity) -> tuple[_Slot, npt.NDArray[np.int32]]:
+    def places(self, capacity: Capacity) -> list[HostArrays]:
+        """Where `load` writes a batch of a capacity: cut once, and kept by whoever loads more than one."""
+        return [HostArrays(capacity, slot.words) for slot in self._slots]
+
+    def load(self, batch: Batch | None, places: list[HostArrays]) -> tuple[_Slot, npt.NDArray[np.int32]]:
         """Write a checked batch (None: nothing but dummies, without rows) where the next `fetch` reads it; its slot,
         and its cu_seqlens on the host.
 
@@ -101,22 +103,13 @@ class Staging:
             size = 0 if batch is None else batch.num_rows * self._row_bytes
             if slot.size < size:
                 self._grow(slot, size)
-            arrays = slot.inputs.get(capacity)
-            if arrays is None:
-                arrays = self._cut(slot, capacity)
-            offsets = arrays.fill(batch)
+            offsets = places[slot.index].fill(batch)
             slot.head[OUTPUT_WORDS] = size // 4
         except BaseException:
             slot.free.release()
             raise
         self._turn = slot.head[NEXT_SLOT]
         return slot, offsets
-
-    def _cut(self, slot: _Slot, capacity: Capacity) -> HostArrays:
-        arrays = HostArrays(capacity, slot.words)
-        if len(slot.inputs) < _MAX_KEPT_INPUTS:
-            slot.inputs[capacity] = arrays
-        return arrays
 
     def _grow(self, slot: _Slot, size: int) -> None:
         """Make room for an output. The slot is on loan, so nothing reads the old buffers any more."""
@@ -141,19 +134,19 @@ class Staging:
         assert output.shape[1] == self._row_bytes
         self._kernels.publish(output, self.block, self._counter)
 
-    def collect(self, slot: _Slot, num_rows: int, width: int, count: Callable[[], None]) -> LazyTensor:
-        """What the step that has been launched gives whoever reads it: `width` bytes of each of its rows.
+    def collect(self, slot: _Slot, num_rows: int, width: Callable[[], int]) -> LazyTensor:
+        """What the step that has been launched gives whoever reads it: `width()` bytes of each of its rows.
 
-        `count` is called by whoever reads the rows: bookkeeping that nothing has to wait for.
+        It is who reads the rows that asks how wide they are, since nothing has to wait for that.
         """
         self._driver.record(slot.launched_handle, self._stream_handle)
 
         def read() -> Rows:
             try:
-                count()
+                num_bytes = FLAG_BYTES + width()
                 torch.cuda.set_device(self._device)  # a thread of its own starts out at device 0
                 rows = slot.device_output[: num_rows * self._row_bytes].view(num_rows, self._row_bytes)
-                wanted = rows[:, : FLAG_BYTES + width]
+                wanted = rows[:, :num_bytes]
                 host = slot.pinned_output[: wanted.numel()].view(wanted.shape)
                 with torch.cuda.stream(self._copy_stream):
                     slot.launched.wait()

@@ -28,6 +28,7 @@ class FakeAttention:
     """Does nothing, under a name."""
 
     needs_max_seqlen = False
+    prepares = False
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -166,6 +166,7 @@ class FailingAttention:
 
     name = "failing"
     needs_max_seqlen = False
+    prepares = False
 
     def at(self, tokens: int, sequences: int) -> FailingAttention:
         return self
@@ -269,6 +270,7 @@ class Blind:
 
     name = "blind"
     needs_max_seqlen = False
+    prepares = False
 
     def at(self, tokens: int, sequences: int) -> Blind:
         return self

@@ -52,6 +52,7 @@ class Attention(Protocol):
 
     name: str
     needs_max_seqlen: bool  # whether a launch depends on `batch.max_seqlen`: a graph then holds up to one bound only
+    prepares: bool  # whether `prepare` does anything
 
     def at(self, tokens: int, sequences: int) -> Attention:
         """What a graph of this capacity captures and keeps; itself where nothing is kept between replays."""

@@ -38,6 +38,7 @@ _REQUIREMENT = "flash-attn-4==4.0.0b36"
 class FlashAttention4:
     name = "flash_attention_4"
     needs_max_seqlen = False
+    prepares = False
 
     def __init__(self, shape: HeadShape) -> None:
         """Raises AttentionUnavailable: the package is missing or broken, or its kernels do not have this head shape."""

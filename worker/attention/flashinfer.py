@@ -56,6 +56,7 @@ _RING_SIZE = 4  # plans whose copies may be under way; more than steps ever are
 
 class FlashInferAttention:
     needs_max_seqlen = False
+    prepares = True
 
     def __init__(self, shape: HeadShape, device: torch.device, kernels: Kernels) -> None:
         """Load the kernels, or compile them first: one or two minutes.
@@ -114,6 +115,7 @@ class _CapturedFlashInfer:
     """The instance of one capacity: its plans keep to what a graph has frozen."""
 
     needs_max_seqlen = False
+    prepares = True
 
     def __init__(self, name: str, planned: _Planned) -> None:
         self.name = name

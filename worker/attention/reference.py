@@ -24,6 +24,7 @@ _MAX_SCORES = 1 << 27  # at a time: 512 MiB of float32
 class ReferenceAttention:
     name = "reference"
     needs_max_seqlen = False
+    prepares = False
 
     def at(self, tokens: int, sequences: int) -> ReferenceAttention:
         return self

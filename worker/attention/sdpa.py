@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class SdpaAttention:
     name = "sdpa"
     needs_max_seqlen = False
+    prepares = False
 
     def at(self, tokens: int, sequences: int) -> SdpaAttention:
         return self

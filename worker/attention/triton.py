@@ -68,6 +68,7 @@ class TritonAttention:
 
     name = "triton"
     needs_max_seqlen = False
+    prepares = False
 
     def at(self, tokens: int, sequences: int) -> TritonAttention:
         return self

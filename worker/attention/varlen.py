@@ -29,6 +29,7 @@ _ROWS_PER_BLOCK = 128  # less would not make the grid smaller
 class TorchAttention:
     name = "torch"
     needs_max_seqlen = True
+    prepares = False
 
     def __init__(self, shape: HeadShape) -> None:
         """Raises AttentionUnavailable: the kernels do not have this head shape."""
