@@ -9,7 +9,7 @@ of a Qwen3 model (for other families there are no peers to compare with). One ru
   down slows all of them. *eager torch* is the forward pass as transformers writes it (separate q, k, v, gate and up;
   RMSNorm and rotary positions of single operations; scaled_dot_product_attention), *torch in a graph* the same as one
   CUDA graph a shape, what graphs alone would give; *eager* and *graphs* are this engine with `--graphs` off and lazy.
-  Medians of milliseconds, back to back (device time between events around steps in flight, as a busy worker has them)
+  Medians of milliseconds, back to back (from the end of a step to that of those behind it, as a busy worker has them)
   and alone (from the call to the rows on the host, as a lone request sees it).
 - The floor of each shape: max(weights / 4.3 TB/s, products / 790 TFLOP/s) + attention / 790 TFLOP/s, what one H200 was
   measured to do at best. The embedding table is gathered, not read, and does not count. Causal attention is half.
@@ -146,39 +146,21 @@ def engine_variant(engine: Engine) -> Launch:
 
 
 def back_to_back_ms(launch: Launch, batch: Batch, num_steps: int) -> float:
-    """A step's share of many in flight: from the end of one step to the end of the last, on the device."""
-    unread: deque[Read] = deque([launch(batch)])  # while this one runs, the first of those that count is launched
-    mark = _mark()
-    for _ in range(num_steps):
+    """A step's share of many in flight: from the end of one step, as its reader sees it, to the end of the last."""
+    unread: deque[Read] = deque([launch(batch), launch(batch)])
+    unread.popleft()()
+    began_s = time.perf_counter()
+    for _ in range(num_steps - 1):
         unread.append(launch(batch))
-        if len(unread) > 2:
-            unread.popleft()()
-    until = _mark()
-    while unread:
         unread.popleft()()
-    return _between_ms(mark, until) / num_steps
+    unread.popleft()()
+    return (time.perf_counter() - began_s) / num_steps * 1e3
 
 
 def alone_ms(launch: Launch, batch: Batch) -> float:
     began_s = time.perf_counter()
     launch(batch)()
     return (time.perf_counter() - began_s) * 1e3
-
-
-def _mark() -> torch.cuda.Event | float:
-    """A point in the current stream, or on a CPU in time."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's gap
-    event.record()
-    return event
-
-
-def _between_ms(mark: torch.cuda.Event | float, until: torch.cuda.Event | float) -> float:
-    if isinstance(mark, float) or isinstance(until, float):
-        return 1e3 * (float(until) - float(mark))  # type: ignore[arg-type]  # both are
-    until.synchronize()
-    return float(mark.elapsed_time(until))
 
 
 @dataclass(frozen=True, slots=True)
