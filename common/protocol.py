@@ -59,6 +59,9 @@ ByteMatrix: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 2)]
 # Of one sequence: [spans, 2] where each starts and stops within it.
 Spans: TypeAlias = npt.NDArray[np.int32]
 
+# The names of a model's labels, all together: Hello has room for as much again beside them.
+MAX_LABELS_BYTES = 32 * 1024
+
 # `ModelFacts.pair_template` of a model whose pairs are as its own tokenizer writes them.
 OWN_PAIRS = "pair"
 
@@ -109,6 +112,7 @@ class ModelFacts:
     prompts: dict[str, str]
     default_prompt_name: str | None
     num_labels: int  # of a score; 0 where it does not score
+    labels: list[str]  # their names, in the order of the scores
     score_activation: str  # identity or sigmoid; empty where it does not score
     pair_template: str  # OWN_PAIRS; a built-in template's name; empty where it takes no pairs
     instruction: str | None  # what a template says where the client says nothing
@@ -411,6 +415,11 @@ def max_rows(facts: ModelFacts) -> int:
     return max(1, min(MAX_ROWS, MAX_FRAME_BYTES // widest))
 
 
+def labels_bytes(labels: Sequence[str]) -> int:
+    """What the names of labels count against MAX_LABELS_BYTES: their UTF-8, and what frames each of them."""
+    return sum(len(label.encode("utf-8", "surrogatepass")) + 3 for label in labels)
+
+
 def sparse_bytes(rows: npt.NDArray[np.uint8]) -> int:
     """The bytes of the widest of some sparse rows, uint8 [rows, bytes], by what they say themselves.
 
@@ -540,7 +549,10 @@ def _parse_facts(value: object) -> ModelFacts:
     parsers = _FACTS_PARSERS
     if not isinstance(value, list) or len(value) != len(parsers):
         raise TypeError(f"needs the {len(parsers)} facts of a model")
-    return ModelFacts(**{name: parse(item) for (name, parse), item in zip(parsers, value, strict=True)})
+    facts = ModelFacts(**{name: parse(item) for (name, parse), item in zip(parsers, value, strict=True)})
+    if len(facts.labels) != facts.num_labels or labels_bytes(facts.labels) > MAX_LABELS_BYTES:
+        raise ValueError(f"needs a name for each label, of at most {MAX_LABELS_BYTES} bytes together")
+    return facts
 
 
 def _pack_facts(facts: ModelFacts | None) -> list[object] | None:

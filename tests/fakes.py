@@ -65,6 +65,7 @@ FACTS = ModelFacts(
     prompts={},
     default_prompt_name=None,
     num_labels=0,
+    labels=[],
     score_activation="",
     pair_template="",
     instruction=None,

@@ -59,6 +59,7 @@ def describe(
         prompts=checkpoint.prompts,
         default_prompt_name=checkpoint.default_prompt_name,
         num_labels=0 if scoring is None else scoring.num_labels,
+        labels=[] if scoring is None else list(scoring.labels),
         score_activation="" if scoring is None else scoring.activation,
         pair_template="" if scoring is None else scoring.pair_template,
         instruction=None if scoring is None else scoring.instruction,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from common.protocol import OWN_PAIRS
+from common.protocol import MAX_LABELS_BYTES, OWN_PAIRS, labels_bytes
 
 if TYPE_CHECKING:
     from worker.files import JsonFile
@@ -81,12 +81,17 @@ class AnswerTokens:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    num_labels: int  # scores of a pair
+    labels: tuple[str, ...]  # the names of a pair's scores, in their order
     activation: Activation
     pair_template: str
     instruction: str | None  # the template's where a client says nothing; None: the one that the template comes with
     has_token_types: bool  # whether the tokenizer tells a pair's second text from its first; the model has to as well
     answers: AnswerTokens | None  # None: the model has a head of its own
+
+    @property
+    def num_labels(self) -> int:
+        """The scores of a pair."""
+        return len(self.labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +142,10 @@ def read_classifier(config: JsonFile, files: CrossEncoderFiles) -> Scoring:
         files.transformer.refuse("modality_config", f"{MESSAGE!r}: pairs in a chat template are not supported.")
     if files.default_prompt() is not None:
         files.settings.refuse("default_prompt_name", "a prompt before every query is not supported.")
-    num_labels = read_num_labels(config)
+    labels = _read_labels(config)
     return Scoring(
-        num_labels=num_labels,
-        activation=_read_activation(config, files.settings, num_labels),
+        labels=labels,
+        activation=_read_activation(config, files.settings, len(labels)),
         pair_template=OWN_PAIRS,
         instruction=None,
         has_token_types=_read_token_types(config, files.tokenizer),
@@ -163,7 +168,7 @@ def read_language_model(
     if instruction is not None and template is None:
         files.settings.refuse("default_prompt_name", "a prompt before every query is not supported.")
     return Scoring(
-        num_labels=1,
+        labels=_default_labels(1),
         activation=_read_activation(config, files.settings, 1),
         pair_template=OWN_PAIRS if template is None else template.pair_template,
         instruction=instruction,
@@ -206,6 +211,32 @@ def read_num_labels(config: JsonFile) -> int:
     if number is not None and number != len(names):
         config.refuse("num_labels", f"{number}, but id2label has {len(names)}.")
     return len(names)
+
+
+def _read_labels(config: JsonFile) -> tuple[str, ...]:
+    """The names of a classifier's scores.
+
+    Raises:
+        ModelError: not each of them has one, or they are too long.
+
+    Source: transformers' PreTrainedConfig, which calls those without names LABEL_0, LABEL_1 and so on.
+    """
+    num_labels = read_num_labels(config)
+    names = config.values.get("id2label")
+    if not isinstance(names, dict):  # `read_num_labels` has passed it: there are none
+        labels = _default_labels(num_labels)
+    else:
+        found = [names.get(str(label)) for label in range(num_labels)]
+        if not all(type(name) in (str, int) for name in found):  # a few checkpoints have numbers for names
+            config.refuse("id2label", f'a name for each of "0" to "{num_labels - 1}" is needed.')
+        labels = tuple(map(str, found))
+    if labels_bytes(labels) > MAX_LABELS_BYTES:
+        config.refuse("id2label", f"the names have more than {MAX_LABELS_BYTES} bytes together.")
+    return labels
+
+
+def _default_labels(num_labels: int) -> tuple[str, ...]:
+    return tuple(f"LABEL_{label}" for label in range(num_labels))
 
 
 def _read_activation(config: JsonFile, settings: JsonFile, num_labels: int) -> Activation:

@@ -85,6 +85,7 @@ MESSAGES: list[Message] = [
             FACTS,
             tasks=["score"],
             num_labels=1,
+            labels=["relevant"],
             score_activation="sigmoid",
             pair_template="qwen3-reranker",
             instruction="Find it.",
@@ -371,6 +372,21 @@ def request_frames(**changes: object) -> list[bytes]:
 def test_what_is_no_message_is_a_protocol_error(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
         decode(frames)
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "labels"),
+    [(2, ["a"]), (0, ["a"]), (1, []), (2**40, ["a"]), (100, ["é" * 300] * 100), (20_000, [""] * 20_000)],
+    ids=["too few", "of no score", "none", "a bomb", "too long", "too many"],
+)
+def test_labels_without_a_name_each_or_without_a_bound_are_a_protocol_error(num_labels: int, labels: list[str]) -> None:
+    frames = encode(Hello(PROTOCOL_VERSION, "worker-0", 12, FACTS))
+    header = msgpack.unpackb(frames[0])
+    names = [field.name for field in dataclasses.fields(FACTS)]
+    header[4][names.index("num_labels")] = num_labels
+    header[4][names.index("labels")] = labels
+    with pytest.raises(ProtocolError, match="a name for each label"):
+        decode([msgpack.packb(header)])
 
 
 @settings(max_examples=2000, deadline=None)

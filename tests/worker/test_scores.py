@@ -119,6 +119,7 @@ def test_scores_are_the_logits_of_transformers(family: str, num_labels: int, tmp
     engine = make_engine(parity.save(model, tmp_path))
 
     assert engine.hello().dimensions == engine.hello().num_labels == num_labels
+    assert engine.hello().labels == ["LABEL_0", "LABEL_1"][:num_labels]
     check(engine, reference(model, sequences()), sequences())
 
 
@@ -271,6 +272,23 @@ def test_the_number_of_labels_is_read_as_transformers_does(
 
 
 @pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"id2label": {"1": "b", "0": "a", "2": 7}}, ("a", "b", "7")),
+        ({"id2label": None, "num_labels": 1}, ("LABEL_0",)),
+        ({"id2label": None}, ("LABEL_0", "LABEL_1")),
+    ],
+)
+def test_labels_are_told_by_their_names(copy: Path, fields: dict[str, object], expected: tuple[str, ...]) -> None:
+    edit_json(copy / "config.json", **fields)
+
+    checkpoint = Checkpoint.read(copy)
+
+    assert checkpoint.scoring is not None
+    assert checkpoint.scoring.labels == expected
+
+
+@pytest.mark.parametrize(
     ("fields", "num_labels", "expected"),
     [
         ({}, 1, "sigmoid"),
@@ -313,6 +331,12 @@ def test_the_activation_is_read_as_sentence_transformers_does(
         ({"id2label": ["a"]}, "id2label"),
         ({"id2label": None, "num_labels": 0}, "num_labels"),
         ({"num_labels": 2}, "num_labels: 2, but id2label has 1"),
+        ({"id2label": {"0": "a", "2": "b"}}, "id2label: a name for each"),
+        ({"id2label": {"0": "a", "1": None}}, "id2label: a name for each"),
+        (
+            {"id2label": {str(label): "é" * 300 for label in range(60)}},
+            "id2label: the names have more than 32768 bytes",
+        ),
         ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"}, "Tanh' is not supported"),
         ({"sentence_transformers": {"activation_fn": "mine.Sigmoid"}}, "mine.Sigmoid"),
         ({"sentence_transformers": {"activation_fn": ["torch.nn.Sigmoid"]}}, "sentence_transformers.activation_fn"),
