@@ -73,6 +73,17 @@ class Content:
     whole: bool  # false: they are a part's, since the text is over-long; they reach as far as was asked for
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a text, for people to look at."""
+
+    id: int
+    text: str  # the part of the text that it stands for; of a special token around the text its name
+    special: bool  # put around the text
+    start: int | None  # of that part in the text, in characters; None of what is no part of it
+    stop: int | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
     """The special tokens that the tokenizer's own post-processor puts around one text, or around a pair of texts."""
@@ -129,6 +140,40 @@ class TextReader:
         """
         with _failures_as_errors():
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
+
+    def tokens(self, text: str, *, prompt: str = "", special_tokens: bool = True) -> list[Token]:
+        """The tokens of `prompt` + `text`, each with its place in `text`; a prompt's own tokens have none.
+
+        Raises:
+            InternalError: the tokenizer itself failed.
+        """
+        whole, skipped = prompt + text, len(prompt)
+        with _failures_as_errors():
+            # Not `encode_batch_fast`, which knows no places; a batch of one, since `encode` holds the interpreter's
+            # lock.
+            [encoding] = self._tokenizer.encode_batch([whole], add_special_tokens=special_tokens)
+        found = []
+        for number, name, (start, stop), special in zip(
+            encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
+        ):
+            if special:
+                found.append(Token(number, name, True, None, None))
+            elif stop <= skipped and prompt:
+                found.append(Token(number, whole[start:stop], False, None, None))
+            else:
+                found.append(Token(number, whole[start:stop], False, max(start - skipped, 0), stop - skipped))
+        return found
+
+    def decode(self, ids: TokenIds, *, skip_special_tokens: bool) -> str:
+        """The text that the tokenizer's own decoder makes of tokens.
+
+        Raises:
+            InternalError: the tokenizer itself failed.
+        """
+        with _failures_as_errors():
+            # A batch of one, for the same reason as in `tokens`.
+            [text] = self._tokenizer.decode_batch([ids.tolist()], skip_special_tokens=skip_special_tokens)
+        return text
 
     def encode_cut(self, text: str, direction: Direction, num_tokens: int) -> list[int]:
         """The ids of a text cut to its first (or last) `num_tokens` tokens, special tokens around them."""
@@ -330,13 +375,21 @@ class Tokenizer:
         Raises:
             InvalidRequest: empty_input, invalid_type, invalid_token_id or context_length_exceeded, naming the place.
         """
-        if not ids:
-            raise InvalidRequest(f"{name} is an empty list of token ids.", param=name, code="empty_input")
         if len(ids) > self._max_tokens:
             if not truncation.allowed:
                 raise context_length_exceeded(name, len(ids), self._max_tokens)
             kept = self._max_tokens
             ids = ids[:kept] if truncation.direction == "right" else ids[-kept:]
+        return self.check_tokens(ids, name)
+
+    def check_tokens(self, ids: list[object], name: str) -> TokenIds:
+        """Any number of token ids that a client sent, at least one. Errors call them `name`.
+
+        Raises:
+            InvalidRequest: empty_input, invalid_type or invalid_token_id, naming the place.
+        """
+        if not ids:
+            raise InvalidRequest(f"{name} is an empty list of token ids.", param=name, code="empty_input")
         if not self._all_in_vocabulary(ids):
             raise self._first_bad_id(ids, name)
         return np.array(ids, dtype=np.int32)

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from common.errors import InternalError, InvalidRequest
 from common.models import find_model
 from common.protocol import ModelFacts
-from common.tokenization import MAX_CHARS_PER_TOKEN, Tokenizer, TruncationRule, load_tokenizer
+from common.tokenization import MAX_CHARS_PER_TOKEN, Token, Tokenizer, TruncationRule, load_tokenizer
 from tests.fakes import FACTS
 
 REFUSE = TruncationRule(allowed=False)
@@ -172,6 +172,8 @@ def test_a_panic_is_an_error_of_this_request_alone(tmp_path: Path) -> None:
     tokenizer = Tokenizer(facts_of(tmp_path, max_tokens=8))
     with pytest.raises(InternalError):
         tokenizer.encode(["b"], REFUSE)
+    with pytest.raises(InternalError):
+        tokenizer.reader.tokens("b")
     assert encode(tokenizer, "a") == [0]
 
 
@@ -225,6 +227,71 @@ def test_what_is_no_token_id_is_named(tokenizer: Tokenizer, ids: list[object], c
     with pytest.raises(InvalidRequest) as caught:
         tokenizer.check_ids(ids, REFUSE, "input[4]")
     assert (caught.value.code, caught.value.param) == (code, param)
+
+
+def test_any_number_of_ids_can_be_checked(tokenizer: Tokenizer) -> None:
+    assert tokenizer.check_tokens([42] * 20, "ids").tolist() == [42] * 20
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.check_tokens([42, 43], "ids")
+    assert (caught.value.code, caught.value.param) == ("invalid_token_id", "ids[1]")
+
+
+# --- tokens for people ---
+
+
+def test_tokens_count_characters_of_the_text_as_it_was_sent(folder: Path) -> None:
+    reader = Tokenizer(facts_of(folder, max_tokens=8, lower_case=True)).reader
+    assert reader.tokens("İ😀 W1  w50") == [
+        Token(1, "[CLS]", True, None, None),
+        Token(0, "İ😀", False, 0, 2),  # the first letter becomes two when it is lowered
+        Token(4, "W1", False, 3, 5),
+        Token(0, "w50", False, 7, 10),
+        Token(2, "[SEP]", True, None, None),
+    ]
+
+
+def test_tokens_of_a_prompt_have_no_place_and_those_that_reach_into_the_text_begin_with_it(
+    tokenizer: Tokenizer,
+) -> None:
+    assert tokenizer.reader.tokens("5 w6", prompt="w1 w", special_tokens=False) == [
+        Token(4, "w1", False, None, None),
+        Token(8, "w5", False, 0, 1),
+        Token(9, "w6", False, 2, 4),
+    ]
+
+
+@pytest.fixture(scope="module")
+def single_bytes(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level BPE that knows every byte, and no two of them together."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    rust = RustTokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("single")
+    rust.save(str(folder / "tokenizer.json"))
+    return Tokenizer(facts_of(folder, max_tokens=16))
+
+
+def test_tokens_that_are_bytes_of_one_character_share_its_place(single_bytes: Tokenizer) -> None:
+    found = single_bytes.reader.tokens("a😀é")
+    assert [(token.text, token.start, token.stop) for token in found] == [
+        ("a", 0, 1),
+        *[("😀", 1, 2)] * 4,
+        *[("é", 2, 3)] * 2,
+    ]
+
+
+def test_ids_are_decoded_by_the_files_own_decoder(
+    single_bytes: Tokenizer, minilm: Tokenizer, tokenizer: Tokenizer
+) -> None:
+    text = "the quick 😀  fox "
+    ids = single_bytes.reader.ids(text)
+    assert single_bytes.reader.decode(ids, skip_special_tokens=True) == text
+    assert single_bytes.reader.decode(ids[10:12], skip_special_tokens=True) == "\ufffd"  # half of the face
+    ids = np.array(encode(minilm, "Embeddings!"), dtype=np.int32)
+    assert minilm.reader.decode(ids, skip_special_tokens=True) == "embeddings!"
+    assert minilm.reader.decode(ids, skip_special_tokens=False) == "[CLS] embeddings! [SEP]"
+    assert tokenizer.reader.decode(np.array([1, 4, 2], dtype=np.int32), skip_special_tokens=True) == "w1"
 
 
 # --- the real one ---
