@@ -40,7 +40,7 @@ from common.errors import (
     TooLarge,
 )
 from common.metrics import Metrics
-from common.protocol import Spans
+from common.protocol import Spans, max_rows
 from common.tokenization import TokenIds
 from common.transport import now_ns
 from gateway import cors, openapi
@@ -56,7 +56,9 @@ from gateway.requests import (
     Asked,
     ContextualRequest,
     EmbeddingRequest,
+    LabelsRequest,
     Limits,
+    LocalRequest,
     Operation,
     Outcome,
     PairsRequest,
@@ -71,6 +73,7 @@ logger = logging.getLogger(__name__)
 _SPARE_FILES = 64  # descriptors for everything that is no client's connection
 _PARSE_ON_LOOP = 262_144  # bytes of a body; larger ones are parsed on a thread
 _RENDER_ON_LOOP = 65_536  # values, or characters of documents, of an answer; more are rendered on a thread
+_JOIN_ON_LOOP = 4_194_304  # bytes of an answer; those of a larger one are put together on a thread
 
 _OCTETS = "application/octet-stream"
 _MODELS_PATH = "/v1/models"
@@ -124,8 +127,7 @@ Handler = Callable[[Call], Awaitable[web.Response]]
 @dataclass(frozen=True, slots=True)
 class _Route:
     pattern: str  # the metrics' label
-    methods: tuple[str, ...]
-    handler: Handler
+    handlers: dict[str, Handler]  # by method
 
 
 class Gateway:
@@ -157,21 +159,20 @@ class Gateway:
         self._created_s = int(time.time())
         self._document = openapi.document()
         self._limits = Limits(config.max_inputs, config.auto_truncate)
-        get = ("GET", "HEAD")
-        self._routes = {
-            **{
-                path: _Route(path, ("POST",), partial(self._admitted, partial(self._run, operations)))
-                for path, operations in operations_by_path().items()
-            },
-            "/health": _Route("/health", get, self._health),
-            "/ready": _Route("/ready", get, self._ready),
-            "/info": _Route("/info", get, self._info),
-            "/openapi.json": _Route("/openapi.json", get, self._openapi),
-            "/metrics": _Route("/metrics", get, self._metrics_text),
-            _MODELS_PATH: _Route(_MODELS_PATH, get, self._models),
-            **{path: _Route(path, get, partial(self._page, page)) for path, page in pages.load().items()},
+        questions: dict[str, Handler] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/info": self._info,
+            "/openapi.json": self._openapi,
+            "/metrics": self._metrics_text,
+            _MODELS_PATH: self._models,
+            **{path: partial(self._page, page) for path, page in pages.load().items()},
         }
-        self._model_route = _Route(_MODELS_PATH + "/{id}", get, self._one_model)
+        self._routes = {path: _Route(path, {"GET": answer, "HEAD": answer}) for path, answer in questions.items()}
+        for path, operations_there in operations_by_path().items():
+            route = self._routes.setdefault(path, _Route(path, {}))
+            route.handlers["POST"] = partial(self._admitted, partial(self._run, operations_there))
+        self._model_route = _Route(_MODELS_PATH + "/{id}", {"GET": self._one_model, "HEAD": self._one_model})
 
     async def start(self, sock: socket.socket) -> None:
         """Serve on a listening socket, which is this object's from here on."""
@@ -238,7 +239,7 @@ class Gateway:
         if call.fingerprint is not None:
             headers["X-Model-Fingerprint"] = call.fingerprint
         if response.status == 405 and route is not None:
-            headers["Allow"] = ", ".join(route.methods)
+            headers["Allow"] = ", ".join(route.handlers)
         if self._draining or call.closes:
             response.force_close()
         self._count(pattern, response.status)
@@ -249,15 +250,17 @@ class Gateway:
         request = call.request
         if request.method == "OPTIONS" and route is not None:
             # A browser's preflight brings no key. For a page that is not allowed it is 405, as any OPTIONS is.
-            preflight = cors.preflight_headers(self._origins, request.headers, route.methods)
+            preflight = cors.preflight_headers(self._origins, request.headers, route.handlers)
             if preflight is not None:
                 return web.Response(status=204, headers=preflight)
         else:
             call.key = self._keys.check(request, call.path)
         if route is None:
             raise NotFound("There is no such route; see the README for those that there are.")
-        _check_method(request.method, route)
-        return await route.handler(call)
+        handler = route.handlers.get(request.method)
+        if handler is None:
+            raise MethodNotAllowed(f"This route takes {' and '.join(route.handlers)}.")
+        return await handler(call)
 
     def _route(self, path: str) -> _Route | None:
         route = self._routes.get(path)
@@ -289,13 +292,15 @@ class Gateway:
 
     async def _run(self, operations: Sequence[Operation[Any]], call: Call) -> web.Response:
         model, asked = await self._read(call, operations)
+        if isinstance(asked, LocalRequest):
+            return await self._answer_locally(call, model, asked)
         request = asked.request
         raw_format = asked.raw_format if _OCTETS in call.request.headers.get("Accept", "") else None
         if isinstance(request, EmbeddingRequest):
             if raw_format is not None and request.partial:
                 raise unsupported("partial", "a bare matrix cannot tell whose rows are missing")
             outcome = await self._embed(call, model, request)
-        elif isinstance(request, PairsRequest):
+        elif isinstance(request, PairsRequest | LabelsRequest):
             outcome = await self._score(call, model, request)
         else:
             outcome = await self._embed_in_context(call, model, request)
@@ -309,10 +314,22 @@ class Gateway:
         _lap(call, "render_us", begin)
         return _json(body)
 
+    async def _answer_locally(self, call: Call, model: Model, request: LocalRequest) -> web.Response:
+        max_size = self._config.max_request_tokens
+        answers = await self._in_time(call, self._encoder.answer_locally(model, request, max_size=max_size))
+        begin = now_ns()
+        if sum(map(len, answers)) <= _JOIN_ON_LOOP:
+            body = _json_list(answers)
+        else:
+            body = await self._threads.run(partial(_json_list, answers))
+        _lap(call, "render_us", begin)
+        return _json(body)
+
     async def _embed(self, call: Call, model: Model, request: EmbeddingRequest) -> Outcome:
-        encoded = await self._in_time(
-            call, self._encoder.encode_inputs(model, request, max_tokens=self._config.max_request_tokens)
-        )
+        max_tokens = self._config.max_request_tokens
+        if request.by_token:  # a row of each: no more of them than one message holds, or the answer has gigabytes
+            max_tokens = min(max_tokens, max_rows(model.facts))
+        encoded = await self._in_time(call, self._encoder.encode_inputs(model, request, max_tokens=max_tokens))
         while True:
             try:
                 embedded, *more = [
@@ -354,18 +371,21 @@ class Gateway:
         self._count_inputs(len(embedded.rows), num_tokens)
         return Outcome(embedded.rows, model.facts, num_tokens, call.request_id)
 
-    async def _score(self, call: Call, model: Model, request: PairsRequest) -> Outcome:
+    async def _score(self, call: Call, model: Model, request: PairsRequest | LabelsRequest) -> Outcome:
         assert model.pairs is not None, "a model that scores takes pairs"
-        pairs = await self._in_time(
-            call, self._encoder.encode_pairs(model.pairs, request, max_tokens=self._config.max_request_tokens)
-        )
+        max_tokens = self._config.max_request_tokens
+        if isinstance(request, LabelsRequest):
+            encoding = self._encoder.encode_labelled(model, request, max_tokens=max_tokens)
+        else:
+            encoding = self._encoder.encode_pairs(model.pairs, request, max_tokens=max_tokens)
+        pairs = await self._in_time(call, encoding)
         type_starts = pairs.type_starts if model.facts.has_token_types else None
         try:
             embedded = await self._submit(call, model, request, pairs.sequences, type_starts=type_starts)
         except ServiceError as error:
             sequence = _sequence_of(error)
             if sequence is not None:
-                error.param = request.names.document(pairs.first_pairs[sequence])
+                error.param = request.name(pairs.first_pairs[sequence])
             raise
         num_tokens = sum(map(len, pairs.sequences))
         self._count_inputs(len(pairs.places), num_tokens)
@@ -373,7 +393,7 @@ class Gateway:
 
     # --- its steps ---
 
-    async def _read(self, call: Call, operations: Sequence[Operation[Any]]) -> tuple[Model, Asked]:
+    async def _read(self, call: Call, operations: Sequence[Operation[Any]]) -> tuple[Model, Asked | LocalRequest]:
         """The model that is served, and what is asked of it."""
         config = self._config
         call.deadline_ns = self._deadline_ns(call)
@@ -501,11 +521,6 @@ def _max_connections(config: GatewayConfig) -> int:
     return min(config.max_connections, max(1, max_files - _SPARE_FILES))
 
 
-def _check_method(method: str, route: _Route) -> None:
-    if method not in route.methods:
-        raise MethodNotAllowed(f"This route takes {' and '.join(route.methods)}.")
-
-
 def _sequence_of(error: ServiceError) -> int | None:
     """The place, among those that were submitted, of the sequence that a failure names."""
     found = _SEQUENCE.fullmatch(error.param or "")
@@ -531,6 +546,10 @@ def _matrix(rows: Rows, row_format: RowFormat) -> web.Response:
 
 def _json(body: bytes) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": JSON})
+
+
+def _json_list(elements: list[bytes]) -> bytes:
+    return b"[%b]" % b",".join(elements)
 
 
 def _typed(answer: msgspec.Struct) -> web.Response:

@@ -32,6 +32,7 @@ EX_CONFIG = 78
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _LOOPBACK_PATHS = frozenset({"/metrics", "/docs", "/openapi.json", "/"})  # open to this host alone
+_READING = frozenset({"GET", "HEAD"})  # what is open is so to be read: work that is posted to / needs the key
 
 _MAX_KEYS = 1000
 _MAX_FILE_BYTES = 1024 * 1024
@@ -84,7 +85,7 @@ class KeyCheck:
             if key is None:
                 raise AuthenticationFailed("This key is not one of this server's.")
             return key
-        if path in _LOOPBACK_PATHS and _is_from_this_host(request):
+        if path in _LOOPBACK_PATHS and request.method in _READING and _is_from_this_host(request):
             return None
         raise AuthenticationFailed(
             "A key is needed: send Authorization: Bearer KEY, or x-api-key: KEY.", code="missing_api_key"

@@ -32,7 +32,7 @@ from common.protocol import ModelFacts, Spans
 from common.tokenization import NameOf, TokenIds, Tokenizer, TruncationRule
 from common.transport import now_ns
 from gateway.client import Status
-from gateway.requests import EmbeddingRequest, Inputs, PairsRequest
+from gateway.requests import EmbeddingRequest, Inputs, LabelsRequest, LocalRequest, PairsRequest
 
 logger = logging.getLogger(__name__)
 
@@ -308,9 +308,8 @@ class Encoder:
             _check_num_tokens(len(sequences), sum(map(_num_tokens, sequences)), max_tokens, inputs.list_name)
         else:
             sizes = [len(request.prompt) + len(text) for text in inputs.texts] or list(map(len, inputs.token_ids))
-            sequences = await self._in_parts(
-                partial(_encode_part, model, request), sizes, _num_tokens, max_tokens, name=inputs.list_name
-            )
+            encode_part = partial(_encode_part, model, request)
+            sequences = await self._in_parts(encode_part, sizes, _num_tokens, max_tokens, name=inputs.list_name)
         encoded = EncodedInputs.of(sequences, inputs)
         if request.by_token:
             encoded.spans = [_each_token(len(sequence)) for sequence in encoded.sequences]
@@ -383,6 +382,56 @@ class Encoder:
             encode_part, sizes, lambda pair: len(pair.ids), max_tokens, name=names.documents, noun="pairs"
         )
         return encoded
+
+    async def encode_labelled(self, model: Model, request: LabelsRequest, *, max_tokens: int) -> EncodedPairs:
+        """Each text, or pair of texts, as one sequence: a text as the tokenizer writes one, a pair as it writes pairs.
+
+        Raises:
+            InvalidRequest: one is too long or holds no token, or all together have too many tokens.
+            InternalError: the tokenizer failed.
+        """
+        assert model.pairs is not None, "a model that scores takes pairs"
+        pair_tokenizer = model.pairs
+        encoded = EncodedPairs()
+
+        def encode_part(start: int, stop: int) -> list[Pair]:
+            pairs: list[Pair] = []
+            for index in range(start, stop):
+                name, texts = request.name(index), request.inputs[index]
+                if len(texts) == 1:
+                    [ids] = model.tokenizer.encode([*texts], request.truncation, _always(name))
+                    pairs.append(Pair(ids, len(ids)))
+                else:
+                    names = PairNames(f"{name}[0]", f"{name}[1]", first_index=None)
+                    pairs += pair_tokenizer.encode(texts[0], [texts[1]], request.truncation, names=names)
+            for pair in pairs:
+                encoded.add(pair)
+            return pairs
+
+        sizes = [sum(map(len, texts)) for texts in request.inputs]
+        await self._in_parts(encode_part, sizes, lambda pair: len(pair.ids), max_tokens, name="inputs")
+        return encoded
+
+    async def answer_locally(self, model: Model, request: LocalRequest, *, max_size: int) -> list[bytes]:
+        """What the tokenizer says of each input, as JSON.
+
+        Raises:
+            InvalidRequest: an input is refused, or all together are larger than `max_size`.
+            InternalError: the tokenizer failed.
+        """
+        size = sum(request.sizes)
+        if size > max_size:
+            raise InvalidRequest(
+                f"{request.name} has {size} {request.unit} in all; at most {max_size} fit into one request. "
+                "Send several requests.",
+                param=request.name,
+                code="too_many_tokens",
+            )
+
+        def answer_part(start: int, stop: int) -> list[bytes]:
+            return [request.answer(model.tokenizer, index) for index in range(start, stop)]
+
+        return await self._in_parts(answer_part, request.sizes, lambda _: 0, max_size)
 
     async def encode_documents(
         self, tokenizer: ChunkTokenizer, documents: list[list[str]], *, max_tokens: int
@@ -506,6 +555,10 @@ def _encode_part(model: Model, request: EmbeddingRequest, start: int, stop: int)
         except InvalidRequest as error:
             encoded.append(error)
     return encoded
+
+
+def _always(name: str) -> NameOf:
+    return lambda _: name
 
 
 def _num_tokens(encoded: TokenIds | InvalidRequest) -> int:

@@ -153,6 +153,12 @@ def scores_of(logits: Logits, activation: str, *, raw: bool) -> npt.NDArray[np.f
         return (1 / (1 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
 
 
+def probabilities_of(logits: Logits) -> npt.NDArray[np.float32]:
+    """The softmax over the labels of each row: float32 [rows, labels], computed in float64 and rounded once."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    return np.asarray(shifted / shifted.sum(axis=1, keepdims=True), dtype=np.float32)
+
+
 def decimals(scores: npt.NDArray[np.float32]) -> list[bytes]:
     """Each as the shortest decimal that gives float32 back."""
     return orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")

@@ -55,7 +55,7 @@ def document() -> bytes:
     for path, summary, answer, failures in _QUESTIONS:
         paths[path] = {"get": _question(path, summary, answer, failures)}
     for path, operations in operations_by_path().items():
-        paths[path] = {"post": _operation(path, operations)}
+        paths.setdefault(path, {})["post"] = _operation(path, operations)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -106,7 +106,7 @@ def _operation(path: str, operations: Sequence[Operation[Any]]) -> dict[str, obj
     return {
         "summary": operations[-1].summary,
         "description": "\n\n".join(operation.description for operation in reversed(operations)),
-        "tags": [operation.dialect for operation in operations],
+        "tags": list(dict.fromkeys(operation.dialect for operation in operations)),
         "requestBody": {"required": True, "content": _json_of([operation.body for operation in operations])},
         "parameters": [
             {

@@ -2,8 +2,10 @@
 
     body → a dialect's `parse` → Asked(request, render) → the gateway runs the request → Outcome → `render` → body
 
-There are three kinds of request: vectors of texts, of the chunks of documents, and scores of pairs. `app.py` runs each
-of them in one way. A route is an `Operation`: its body's type, its parser, and what /openapi.json says of it.
+There are four kinds of request for a worker: vectors of texts, of the chunks of documents, scores of pairs, and of the
+labels of texts and pairs. `app.py` runs each of them in one way. What the tokenizer alone can answer is a fifth, which
+leads no further than this process. A route is an `Operation`: its body's type, its parser, and what /openapi.json says
+of it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import numpy as np
 from common.errors import InvalidRequest, ServiceError
 from common.pairs import PairNames
 from common.protocol import ModelFacts
-from common.tokenization import NameOf, TruncationRule
+from common.tokenization import NameOf, Tokenizer, TruncationRule
 from gateway.client import Rows
 from gateway.formats import Logits, RowFormat
 from gateway.schema import (
+    Fields,
     check_text,
     check_texts,
     empty_input,
@@ -143,10 +146,43 @@ class PairsRequest:
     normalize: ClassVar[bool] = False
     encoding: ClassVar[str] = "float32"
 
+    def name(self, pair: int) -> str:
+        """How errors call a pair: by its document, since the query is often everyone's."""
+        return self.names.document(pair)
+
     usual_lane: ClassVar[str] = "score"
 
 
-Request = EmbeddingRequest | ContextualRequest | PairsRequest
+@dataclass(frozen=True, slots=True)
+class LabelsRequest:
+    """A logit for each label, of texts and of pairs of texts."""
+
+    inputs: list[tuple[str, ...]]  # each one text or two
+    name_of: NameOf  # how errors call an input
+    truncation: TruncationRule
+    lane: str | None  # None: the key's own, or `usual_lane`
+    dimensions: int  # labels
+    normalize: ClassVar[bool] = False
+    encoding: ClassVar[str] = "float32"
+
+    usual_lane: ClassVar[str] = "score"
+
+    def name(self, index: int) -> str:
+        """How errors call an input."""
+        return self.name_of(index)
+
+
+Request = EmbeddingRequest | ContextualRequest | PairsRequest | LabelsRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRequest:
+    """What the gateway's own tokenizer answers, input by input."""
+
+    answer: Callable[[Tokenizer, int], bytes]  # as JSON, what stands for an input in the list that is the body
+    sizes: list[int]  # of each input, in `unit`
+    unit: str  # for people
+    name: str  # how errors call all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +217,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[B]):
-    """A route of a dialect. Of several on one path the first is meant whose `marker` the body has, else the last."""
+    """A route of a dialect.
+
+    Of several on one path the first is meant whose `marker` the body has and whose `task` the model does, else the
+    last; where an operation has no marker, or no task, any will do.
+    """
 
     paths: tuple[str, ...]
     dialect: str  # for people
@@ -189,11 +229,18 @@ class Operation(Generic[B]):
     description: str
     body: type[B]
     answer: Any  # the type of an answer: a Struct, or a list of some
-    parse: Callable[[B, ModelFacts, Limits], Asked]
+    parse: Callable[[B, ModelFacts, Limits], Asked | LocalRequest]
     marker: str | None = None
+    task: str | None = None
+
+    def is_meant(self, fields: Fields, facts: ModelFacts) -> bool:
+        """Whether it is this one, among others on its path, that a body is for."""
+        return (self.marker is None or self.marker in fields) and (self.task is None or self.task in facts.tasks)
 
 
-def read_request(body: bytes, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits) -> Asked:
+def read_request(
+    body: bytes, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits
+) -> Asked | LocalRequest:
     """What a body asks for on a path of these operations.
 
     Raises:
@@ -201,7 +248,7 @@ def read_request(body: bytes, operations: Sequence[Operation[Any]], facts: Model
         NotFound: model_not_found.
     """
     fields = parse_object(body)
-    operation = next((found for found in operations[:-1] if found.marker in fields), operations[-1])
+    operation = next((found for found in operations[:-1] if found.is_meant(fields, facts)), operations[-1])
     return operation.parse(typed(fields, operation.body), facts, limits)
 
 

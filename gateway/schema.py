@@ -35,6 +35,7 @@ _LACKS = {
     "embed": "makes no embeddings",
     "score": "gives texts no scores",
     "sparse": "makes no sparse embeddings",
+    "tokens": "gives single tokens no embeddings",
 }
 
 # msgspec's names of what was expected, for people.
@@ -50,6 +51,7 @@ _WORDS = {
 _ORGANISATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/")
 _EXPECTED = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `[^`]*`)?(?: - at `\$\.(.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`(?: - at `\$\.(.*)`)?")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)` - at `\$\.([^`]*)`", re.DOTALL)
 _BAD_CHOICE = re.compile(r"Invalid enum value .* - at `\$\.(.*)`", re.DOTALL)
 
 
@@ -132,8 +134,8 @@ def check_text(text: object, name: str, purpose: str = "embed") -> str:
     return text
 
 
-def check_body(body: Body, facts: ModelFacts, task: str) -> None:
-    """Pass where the model that is served is the one that is meant and does what is asked of it.
+def check_body(body: Body, facts: ModelFacts, task: str | None) -> None:
+    """Pass where the model that is served is the one that is meant and does what is asked of it; any does no task.
 
     Raises:
         NotFound: model_not_found.
@@ -149,10 +151,16 @@ def check_body(body: Body, facts: ModelFacts, task: str) -> None:
             raise NotFound(
                 "This model is not served here; GET /v1/models lists what is.", param="model", code="model_not_found"
             )
-    if task not in facts.tasks:
+    if task is not None and task not in facts.tasks:
         raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(facts.tasks)}")
     if body.stream:
         raise unsupported("stream", "what this route answers is not streamed")
+
+
+def check_one_score(facts: ModelFacts) -> None:
+    """Raises InvalidRequest (wrong_task) for a model that gives a pair several scores, or none."""
+    if facts.num_labels != 1:
+        raise wrong_task(f"gives a pair {facts.num_labels} scores, one a label; this route is for models that give one")
 
 
 def check_at_most(name: str, value: int, maximum: int) -> None:
@@ -197,8 +205,8 @@ def wrong_type(name: str, wanted: str) -> InvalidRequest:
     return InvalidRequest(f"{name} must be {wanted}.", param=name, code="invalid_type")
 
 
-def _unknown_field(name: str) -> InvalidRequest:
-    shown = name if name.isprintable() and len(name) <= _MAX_NAME_CHARS else None
+def _unknown_field(name: str, within: str = "") -> InvalidRequest:
+    shown = within + name if name.isprintable() and len(name) <= _MAX_NAME_CHARS else None
     return InvalidRequest(
         f"There is no field {shown}. Check its spelling." if shown else "A field's name is not one we know.",
         param=shown,
@@ -214,6 +222,8 @@ def _mismatch(message: str, fields: Fields, body: type[msgspec.Struct]) -> Inval
     if found := _MISSING.fullmatch(message):
         name = f"{found[2]}.{found[1]}" if found[2] else found[1]
         return InvalidRequest(f"{name} is missing.", param=name, code="invalid_type")
+    if found := _UNKNOWN.fullmatch(message):
+        return _unknown_field(found[1], f"{found[2]}.")
     if found := _BAD_CHOICE.fullmatch(message):
         name = found[1]
         choices = ", ".join(sorted(_choices(body, name)))
@@ -239,8 +249,20 @@ def _words(types: str) -> str:
 
 
 def _choices(body: type[msgspec.Struct], path: str) -> list[str]:
-    """The values that the field at a path allows. (Paths of bodies lead through lists and no further.)"""
-    return _literals(get_type_hints(body)[path.partition("[")[0]])
+    """The values that the field at a path allows. (Paths lead through objects; of lists, none holds an object.)"""
+    annotation: object = body
+    for name in path.partition("[")[0].split("."):
+        struct = _struct_of(annotation)
+        assert struct is not None, "a path goes on in an object alone"
+        annotation = get_type_hints(struct)[name]
+    return _literals(annotation)
+
+
+def _struct_of(annotation: object) -> type[msgspec.Struct] | None:
+    """The Struct that a field is, or may be."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return annotation
+    return next(filter(None, map(_struct_of, get_args(annotation))), None)
 
 
 def _literals(annotation: object) -> list[str]:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,6 +179,30 @@ def test_floats_and_base64_are_the_same_vectors(ready: Suite, sentences: list[st
     difference = np.array([row.embedding for row in floats.data]) - np.array([row.embedding for row in base.data])
     assert np.abs(difference).max() <= 1e-7
     client.close()
+
+
+def post(suite: Suite, path: str, fields: dict[str, object]) -> object:
+    headers = {"Content-Type": "application/json"}
+    body = urllib.request.Request(suite.url + path, json.dumps(fields).encode(), headers)
+    with urllib.request.urlopen(body, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def test_teis_routes_have_the_numbers_of_v1_embeddings(
+    ready: Suite, sentences: list[str], reference: np.ndarray
+) -> None:
+    texts = sentences[:40]
+    rows = np.array(post(ready, "/embed", {"inputs": texts}), dtype=np.float32)
+    similarities = post(ready, "/similarity", {"inputs": {"source_sentence": texts[0], "sentences": texts}})
+    of_tokens = [np.array(found) for found in post(ready, "/embed_all", {"inputs": texts})]
+    tokens = post(ready, "/tokenize", {"inputs": texts})
+
+    np.testing.assert_allclose(rows, reference[:40], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(similarities, reference[:40] @ reference[0], rtol=0, atol=TOLERANCE)
+    means = np.stack([found.mean(axis=0) for found in of_tokens])
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    np.testing.assert_allclose(means, reference[:40], rtol=0, atol=TOLERANCE)
+    assert list(map(len, of_tokens)) == list(map(len, tokens))
 
 
 async def test_of_sixty_four_clients_at_once_each_gets_its_own_vectors(

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from common.config import GatewayConfig
 from common.errors import NotFound
-from common.protocol import PROTOCOL_VERSION, ModelFacts
+from common.protocol import PROTOCOL_VERSION, ModelFacts, max_rows
 from gateway.client import Readiness
 from gateway.routes import contextual, rerank
 from gateway.schema import is_served
@@ -69,6 +69,7 @@ class ModelInfo(msgspec.Struct):
     default_prompt_name: str | None
     include_prompt: bool
     num_labels: int
+    labels: list[str]
     score_activation: str
     pair_template: str
 
@@ -83,16 +84,51 @@ class LimitsInfo(msgspec.Struct):
     max_contextual_documents: int
     max_contextual_chunks: int
     max_contextual_tokens: int
+    max_embed_all_tokens: int | None
     max_input_tokens: int | None
     default_timeout_ms: int
     max_timeout_ms: int
     auto_truncate: bool
 
 
+class Classifier(msgspec.Struct):
+    id2label: dict[str, str]
+    label2id: dict[str, int]
+
+
+class Pooling(msgspec.Struct):
+    pooling: str
+
+
+class ModelType(msgspec.Struct):
+    """One of these."""
+
+    embedding: Pooling | UnsetType = UNSET
+    reranker: Annotated[Classifier | UnsetType, Meta(description="What gives one score.")] = UNSET
+    classifier: Classifier | UnsetType = UNSET
+
+
 class Info(msgspec.Struct):
+    """Facts, and once more those that clients of text-embeddings-inference read, by its names."""
+
     model: ModelInfo | None
     versions: dict[str, str | int | None]
     limits: LimitsInfo
+    model_id: str | None
+    model_dtype: str | None
+    model_type: ModelType | None
+    served_model_name: str | None
+    max_concurrent_requests: int
+    max_input_length: int | None
+    max_batch_tokens: int | None
+    max_client_batch_size: int
+    auto_truncate: bool
+    tokenization_workers: int
+    version: str | None
+    model_sha: None = None
+    max_batch_requests: None = None
+    sha: None = None
+    docker_label: None = None
 
 
 def health() -> Health:
@@ -134,12 +170,36 @@ def info(config: GatewayConfig, facts: ModelFacts | None) -> Info:
             max_contextual_documents=contextual.MAX_DOCUMENTS,
             max_contextual_chunks=contextual.MAX_CHUNKS,
             max_contextual_tokens=min(config.max_request_tokens, contextual.MAX_TOKENS),
+            max_embed_all_tokens=None if facts is None else min(config.max_request_tokens, max_rows(facts)),
             max_input_tokens=None if facts is None else facts.max_tokens,
             default_timeout_ms=config.default_timeout_s * 1000,
             max_timeout_ms=config.max_timeout_s * 1000,
             auto_truncate=config.auto_truncate,
         ),
+        model_id=None if facts is None else facts.name,
+        model_dtype=None if facts is None else facts.dtype,
+        model_type=None if facts is None else _model_type(facts),
+        served_model_name=None if facts is None else facts.name,
+        max_concurrent_requests=config.max_concurrent_requests,
+        max_input_length=None if facts is None else facts.max_tokens,
+        max_batch_tokens=None if facts is None else facts.max_batch_tokens,
+        max_client_batch_size=config.max_inputs,
+        auto_truncate=config.auto_truncate,
+        tokenization_workers=config.tokenizer_threads,
+        version=_version("hedgerow"),
     )
+
+
+def _model_type(facts: ModelFacts) -> ModelType:
+    if "sparse" in facts.tasks:
+        return ModelType(embedding=Pooling("splade"))
+    if "score" not in facts.tasks:
+        return ModelType(embedding=Pooling(facts.pooling))
+    classifier = Classifier({}, {})
+    for number, label in enumerate(facts.labels):
+        classifier.id2label[str(number)] = label
+        classifier.label2id[label] = number
+    return ModelType(reranker=classifier) if facts.num_labels == 1 else ModelType(classifier=classifier)
 
 
 def _model_info(facts: ModelFacts) -> ModelInfo:

@@ -28,12 +28,12 @@ from gateway.requests import TRUNCATION, Asked, Limits, Operation, Outcome, Pair
 from gateway.schema import (
     Body,
     check_body,
+    check_one_score,
     check_text,
     check_texts,
     empty_input,
     too_many_inputs,
     unsupported,
-    wrong_task,
     wrong_type,
 )
 
@@ -246,8 +246,7 @@ def render_score(outcome: Outcome, *, names: PairNames, raw_scores: bool) -> byt
 
 def _check_body(body: PairsBody, facts: ModelFacts) -> None:
     check_body(body, facts, "score")
-    if facts.num_labels != 1:
-        raise wrong_task(f"gives a pair {facts.num_labels} scores, one a label; this route is for models that give one")
+    check_one_score(facts)
 
 
 def _pairs_request(

@@ -41,8 +41,14 @@ def vector(ids: npt.ArrayLike, *, dimensions: int = DIMENSIONS, normalize: bool 
     return row / np.linalg.norm(row) if normalize else row
 
 
+def sparse_row(ids: list[int]) -> bytes:
+    """What it makes of them where rows are sparse: half of each id at its own place, nothing for special tokens."""
+    columns = np.unique([number for number in ids if number > 3]).astype("<i4")
+    return np.array([len(columns)], dtype="<i4").tobytes() + columns.tobytes() + (columns / 2).astype("<f4").tobytes()
+
+
 class Stub:
-    """SchedulerClient's surface, its vectors made on the spot, float32 ones only."""
+    """SchedulerClient's surface, its rows made on the spot, float32 and sparse ones only."""
 
     def __init__(self, facts: ModelFacts | None) -> None:
         self.facts = facts
@@ -56,7 +62,8 @@ class Stub:
         self.entered = asyncio.Event()  # a submit has begun to wait
         self.cancelled = asyncio.Event()
         self.submitted: list[dict[str, object]] = []
-        self.logit_of: Callable[[list[int]], float] | None = None  # of a model that scores, from a sequence's ids
+        # Of a model that scores, from a sequence's ids; of one with several labels the logit of each.
+        self.logit_of: Callable[[list[int]], float | list[float]] | None = None
 
     def readiness(self) -> Readiness:
         return self.status
@@ -84,7 +91,7 @@ class Stub:
                 "spans": None if spans is None else [of_sequence.tolist() for of_sequence in spans],
             }
         )
-        assert options.encoding == "float32"
+        assert options.encoding in ("float32", "sparse")
         self.entered.set()
         try:
             await self.gate.wait()
@@ -94,7 +101,12 @@ class Stub:
         if self.error is not None:
             raise self.error
         if self.logit_of is not None:
-            rows = np.array([[self.logit_of(row.tolist())] for row in sequences])
+            rows = np.array([np.atleast_1d(self.logit_of(row.tolist())) for row in sequences])
+        elif options.encoding == "sparse":
+            written = [sparse_row(row.tolist()) for row in sequences]
+            padded = [row.ljust(max(map(len, written)), b"\xa5") for row in written]
+            sparse = np.frombuffer(b"".join(padded), dtype=np.uint8).reshape(len(padded), -1)
+            return Embedded(sparse, queue_us=1500, step_us=2500)
         else:
             parts = sequences
             if spans is not None:

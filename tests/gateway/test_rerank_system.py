@@ -100,6 +100,29 @@ def test_scores_and_their_order_are_those_of_sentence_transformers(folder: Path,
     assert np.ptp(library) > 0.05
 
 
+def test_teis_routes_have_the_same_scores_and_label_single_texts_as_transformers_does(
+    folder: Path, suite: Suite
+) -> None:
+    texts = [text for text in DOCUMENTS if text != " "]
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    encoded = [words(text, return_tensors="pt", truncation=True, max_length=LIMIT) for text in texts]
+    library = [model(**text).logits.item() for text in encoded]
+
+    raw = post(suite, "/rerank", {"query": QUERY, "documents": DOCUMENTS, "raw_scores": True})["results"]
+    ranks = post(suite, "/rerank", {"query": QUERY, "texts": DOCUMENTS, "raw_scores": True, "truncate": True})
+    pairs = [[QUERY, document] for document in DOCUMENTS]
+    pairs_and_texts = [*pairs, *([text] for text in texts)]
+    labels = post(suite, "/predict", {"inputs": pairs_and_texts, "raw_scores": True, "truncate": True})
+
+    assert [rank["index"] for rank in ranks] == [result["index"] for result in raw]
+    scores = {result["index"]: result["relevance_score"] for result in raw}
+    assert [rank["score"] for rank in ranks] == list(scores.values())
+    assert {label["label"] for [label] in labels} == {"LABEL_0"}
+    found = [label["score"] for [label] in labels]
+    np.testing.assert_allclose(found, [scores[i] for i in range(len(pairs))] + library, rtol=0, atol=1e-5)
+
+
 def test_a_thousand_documents_score_as_each_of_them_alone(suite: Suite) -> None:
     rng = np.random.default_rng(5)
     documents = [" ".join(f"w{n}" for n in rng.integers(0, 80, rng.integers(1, 30))) for _ in range(1000)]

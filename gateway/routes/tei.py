@@ -1,0 +1,379 @@
+"""The vectors of text-embeddings-inference (TEI): `/embed` and its like, `/similarity`; its tokenizer. No sockets.
+
+Fields and bare lists are those of its public OpenAPI document; errors are this server's own. A vector of `/embed` has
+unit length unless `normalize` is false, whatever the checkpoint declares, as TEI's have: whoever comes from there takes
+dot products. Rows of single tokens are as the model makes them. Either spelling of a direction is taken, since TEI's
+document says `Left` and its clients send `left`.
+
+TEI also serves POST on `/`, which is all that huggingface_hub's InferenceClient knows of a server: what it means there
+is settled by the model's task, and by `parameters`, which that client sends with every task but embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import orjson
+from msgspec import Meta
+
+from common.errors import InvalidRequest, NonfiniteOutput
+from common.protocol import ModelFacts, read_sparse
+from common.tokenization import NameOf, Token, Tokenizer, TruncationRule, input_too_long
+from gateway.formats import check_dimensions, check_finite, decimals, json_rows
+from gateway.requests import (
+    INPUT_SCHEMA,
+    Asked,
+    EmbeddingRequest,
+    Inputs,
+    Limits,
+    LocalRequest,
+    Operation,
+    Outcome,
+    parse_inputs,
+    parse_prompt,
+)
+from gateway.schema import (
+    Body,
+    check_body,
+    check_text,
+    check_texts,
+    empty_input,
+    too_many_inputs,
+    wrong_type,
+)
+
+DIALECT = "TEI"
+
+Direction = Literal["left", "right", "Left", "Right"]
+
+# A text is tokenized in one go. While that lasts its tokens take about a kilobyte each: of a text of this many, each a
+# token, 130 MB, and for 75 ms of it no other thread runs (measured 2026-11-30, two cores).
+MAX_TOKENIZED_CHARS = 131_072
+
+# Of a text's tokens so many are written at once: the JSON writer holds the interpreter's lock for a whole call.
+_WRITTEN_TOKENS = 4096
+
+_TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
+_TEXT_OR_TEXTS = {"anyOf": [{"type": "string", "minLength": 1}, _TEXTS]}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_IDS_OR_LISTS = {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
+
+Truncate = Annotated[bool | None, Meta(description="Cut what is too long, rather than refuse it.")]
+TruncationDirection = Annotated[Direction | None, Meta(description="Which end is cut off; `right` unless said.")]
+PromptName = Annotated[str | None, Meta(description="One of the checkpoint's prompts, to go before texts.")]
+
+
+class TruncatingBody(Body, kw_only=True):
+    """What every route of TEI takes that runs a model."""
+
+    truncate: Truncate = None
+    truncation_direction: TruncationDirection = None
+
+
+class EmbedAllBody(TruncatingBody, kw_only=True):
+    """Texts, or token ids."""
+
+    inputs: Annotated[
+        Any, Meta(description="What to embed; token ids run as they are.", extra_json_schema=INPUT_SCHEMA)
+    ]
+    prompt_name: PromptName = None
+
+
+class EmbedSparseBody(EmbedAllBody, kw_only=True):
+    """Texts, or token ids."""
+
+
+class EmbedBody(EmbedAllBody, kw_only=True):
+    """Texts, or token ids, to embed."""
+
+    normalize: Annotated[bool | None, Meta(description="Unit length; true unless said, whatever the model.")] = None
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="The first so many of the model's, normalised after that.")
+    ] = None
+    encoding_format: Annotated[Literal["float"] | None, Meta(description="Vectors are numbers here.")] = None
+
+
+class SimilarityInputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One text, and those that it is compared with."""
+
+    source_sentence: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
+    sentences: Annotated[Any, Meta(extra_json_schema=_TEXTS)]
+
+
+class SimilarityParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    truncate: Truncate = None
+    truncation_direction: TruncationDirection = None
+    prompt_name: PromptName = None
+
+
+class SimilarityBody(Body, kw_only=True):
+    """Sentences to compare with one."""
+
+    inputs: SimilarityInputs
+    parameters: SimilarityParameters | None = None
+
+
+class TokenizeBody(Body, kw_only=True):
+    """Texts to take apart."""
+
+    inputs: Annotated[Any, Meta(extra_json_schema=_TEXT_OR_TEXTS)]
+    add_special_tokens: Annotated[bool | None, Meta(description="Those around a text; true unless said.")] = None
+    prompt_name: PromptName = None
+
+
+class DecodeBody(Body, kw_only=True):
+    """Token ids to make text of."""
+
+    ids: Annotated[Any, Meta(extra_json_schema=_IDS_OR_LISTS)]
+    skip_special_tokens: Annotated[bool | None, Meta(description="Leave them out; true unless said.")] = None
+
+
+class SparseValue(msgspec.Struct):
+    index: Annotated[int, Meta(description="Of a token in the model's vocabulary.")]
+    value: float
+
+
+def parse_embed(body: EmbedBody, facts: ModelFacts, limits: Limits) -> Asked:
+    """The request of a body, checked as far as it can be without a tokenizer; so do the others here.
+
+    Raises:
+        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        NotFound: model_not_found.
+    """
+    check_body(body, facts, "embed")
+    request = _embedding_request(body, facts, limits)
+    request = replace(
+        request,
+        dimensions=check_dimensions(body.dimensions, facts, request.encoding),
+        normalize=body.normalize is not False,
+    )
+    return Asked(request, partial(render_rows, name_of=request.inputs.name_of))
+
+
+def parse_embed_all(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> Asked:
+    check_body(body, facts, "tokens")
+    request = replace(_embedding_request(body, facts, limits), by_token=True)
+    return Asked(request, partial(render_rows_of_tokens, name_of=request.inputs.name_of))
+
+
+def parse_embed_sparse(body: EmbedSparseBody, facts: ModelFacts, limits: Limits) -> Asked:
+    check_body(body, facts, "sparse")
+    request = replace(_embedding_request(body, facts, limits), encoding="sparse")
+    return Asked(request, partial(render_sparse_rows, name_of=request.inputs.name_of))
+
+
+def parse_similarity(body: SimilarityBody, facts: ModelFacts, limits: Limits) -> Asked:
+    check_body(body, facts, "embed")
+    parameters = body.parameters or SimilarityParameters()
+    truncation = truncation_of(parameters.truncate, parameters.truncation_direction, limits)
+    inputs = _parse_sentences(body.inputs, limits.max_inputs)
+    try:
+        prompt = parse_prompt(None, parameters.prompt_name, truncation, inputs, facts)
+    except InvalidRequest as error:
+        error.param = f"parameters.{error.param}"
+        raise
+    request = EmbeddingRequest(
+        inputs=inputs,
+        prompt=prompt,
+        truncation=truncation,
+        dimensions=facts.dimensions,
+        normalize=False,
+        encoding="float32",
+        lane=body.lane,
+    )
+    return Asked(request, partial(render_similarities, name_of=inputs.name_of))
+
+
+def parse_tokenize(body: TokenizeBody, facts: ModelFacts, limits: Limits) -> LocalRequest:
+    check_body(body, facts, None)  # a tokenizer has every model
+    inputs = parse_inputs(body.inputs, "inputs", limits.max_inputs)
+    if not inputs.texts:
+        raise wrong_type("inputs", "a string or a list of strings")
+    for index, text in enumerate(inputs.texts):
+        if len(text) > MAX_TOKENIZED_CHARS:
+            raise input_too_long(inputs.name(index), len(text), MAX_TOKENIZED_CHARS, can_cut=False)
+    prompt = parse_prompt(None, body.prompt_name, TruncationRule(allowed=False), inputs, facts)
+    special_tokens = body.add_special_tokens is not False
+
+    def answer(tokenizer: Tokenizer, index: int) -> bytes:
+        return _json_tokens(tokenizer.reader.tokens(inputs.texts[index], prompt=prompt, special_tokens=special_tokens))
+
+    sizes = [len(prompt) + len(text) for text in inputs.texts]
+    return LocalRequest(answer, sizes, "characters", "inputs")
+
+
+def parse_decode(body: DecodeBody, facts: ModelFacts, limits: Limits) -> LocalRequest:
+    check_body(body, facts, None)  # a tokenizer has every model
+    inputs = parse_inputs(body.ids, "ids", limits.max_inputs)
+    if inputs.texts:
+        raise wrong_type("ids", "a list of token ids, or a list of such lists")
+    skip_special_tokens = body.skip_special_tokens is not False
+
+    def answer(tokenizer: Tokenizer, index: int) -> bytes:
+        ids = tokenizer.check_tokens(inputs.token_ids[index], inputs.name(index))
+        return orjson.dumps(tokenizer.reader.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    return LocalRequest(answer, list(map(len, inputs.token_ids)), "token ids", "ids")
+
+
+def render_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:
+    """A list of vectors.
+
+    Raises:
+        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200; so do the others.
+    """
+    check_finite(outcome.rows, name_of)
+    return b"[%b]" % b",".join(json_rows(outcome.rows, "float"))
+
+
+def render_rows_of_tokens(outcome: Outcome, *, name_of: NameOf) -> bytes:
+    """A list of the lists of the vectors of a text's tokens."""
+    counts = outcome.row_counts
+    assert counts is not None, "asked for by token"
+    stops = np.cumsum(counts)
+    check_finite(outcome.rows, lambda row: name_of(int(np.searchsorted(stops, row, side="right"))))
+    rows = json_rows(outcome.rows, "float")
+    return b"[%b]" % b",".join([b"[%b]" % b",".join([next(rows) for _ in range(count)]) for count in counts])
+
+
+def render_sparse_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:
+    """A list of the lists of the values of a text, in the order of the vocabulary."""
+    rows = []
+    for place, row in enumerate(outcome.rows):
+        columns, values = read_sparse(row)
+        if not np.isfinite(values).all():
+            name = name_of(place)
+            raise NonfiniteOutput(f"The model made a NaN or an infinity of {name}.", param=name)
+        pairs = zip(columns.tolist(), decimals(values), strict=True) if len(values) else ()
+        rows.append(b"[%b]" % b",".join([b'{"index":%d,"value":%b}' % pair for pair in pairs]))
+    return b"[%b]" % b",".join(rows)
+
+
+def render_similarities(outcome: Outcome, *, name_of: NameOf) -> bytes:
+    """A list of the cosines of each sentence with the source."""
+    check_finite(outcome.rows, name_of)
+    return b"[%b]" % b",".join(decimals(_cosines(outcome.rows.astype(np.float64))))
+
+
+def truncation_of(truncate: bool | None, direction: Direction | None, limits: Limits) -> TruncationRule:
+    """What a body says of over-long texts, or else the deployment."""
+    allowed = limits.auto_truncate if truncate is None else truncate
+    return TruncationRule(allowed, "left" if direction in ("left", "Left") else "right")
+
+
+def _embedding_request(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> EmbeddingRequest:
+    """The request for whole rows as the model makes them."""
+    truncation = truncation_of(body.truncate, body.truncation_direction, limits)
+    inputs = parse_inputs(body.inputs, "inputs", limits.max_inputs)
+    return EmbeddingRequest(
+        inputs=inputs,
+        prompt=parse_prompt(None, body.prompt_name, truncation, inputs, facts),
+        truncation=truncation,
+        dimensions=facts.dimensions,
+        normalize=False,
+        encoding="float32",
+        lane=body.lane,
+    )
+
+
+def _parse_sentences(inputs: SimilarityInputs, max_inputs: int) -> Inputs:
+    """The source, and then the sentences."""
+    source = check_text(inputs.source_sentence, "inputs.source_sentence", "compare")
+    name = "inputs.sentences"
+    if type(inputs.sentences) is not list:
+        raise wrong_type(name, "a list of strings")
+    if not inputs.sentences:
+        raise empty_input(name, "compare")
+    if len(inputs.sentences) >= max_inputs:
+        raise too_many_inputs(name, len(inputs.sentences), max_inputs - 1, "sentences")
+    texts = [source, *check_texts(inputs.sentences, name, "compare")]
+
+    def name_of(index: int) -> str:
+        return f"{name}[{index - 1}]" if index else "inputs.source_sentence"
+
+    return Inputs(texts, [], name_of, range(len(texts)), list_name="inputs")
+
+
+def _cosines(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Of the first row with each other; 0 where either has no length."""
+    lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows))
+    products = lengths[0] * lengths[1:]
+    cosines = np.divide(rows[1:] @ rows[0], products, out=np.zeros_like(products), where=products > 0)
+    return np.asarray(cosines, dtype=np.float32)
+
+
+def _json_tokens(tokens: list[Token]) -> bytes:
+    parts = [orjson.dumps(tokens[at : at + _WRITTEN_TOKENS])[1:-1] for at in range(0, len(tokens), _WRITTEN_TOKENS)]
+    return b"[%b]" % b",".join(parts)
+
+
+EMBED = Operation(
+    paths=("/embed",),
+    dialect=DIALECT,
+    summary="Embed texts, in a bare list",
+    description="A vector of each input, of unit length unless `normalize` is false.",
+    body=EmbedBody,
+    answer=list[list[float]],
+    parse=parse_embed,
+)
+
+EMBED_ALL = Operation(
+    paths=("/embed_all",),
+    dialect=DIALECT,
+    summary="Embed each token of texts",
+    description="A vector of each token of each input, special tokens among them, as the model makes it.",
+    body=EmbedAllBody,
+    answer=list[list[list[float]]],
+    parse=parse_embed_all,
+)
+
+EMBED_SPARSE = Operation(
+    paths=("/embed_sparse",),
+    dialect=DIALECT,
+    summary="Weigh the vocabulary for texts",
+    description="The weights, other than zero, that each input gives to tokens. For a sparse model.",
+    body=EmbedSparseBody,
+    answer=list[list[SparseValue]],
+    parse=parse_embed_sparse,
+)
+
+SIMILARITY = Operation(
+    paths=("/similarity",),
+    dialect=DIALECT,
+    summary="Compare sentences with one",
+    description="The cosine of each sentence with the source.",
+    body=SimilarityBody,
+    answer=list[float],
+    parse=parse_similarity,
+)
+
+TOKENIZE = Operation(
+    paths=("/tokenize",),
+    dialect=DIALECT,
+    summary="Take texts apart into tokens",
+    description="The tokens of each text, none cut off. `start` and `stop` count characters of the text; the special "
+    "tokens around it and a prompt's tokens have none.",
+    body=TokenizeBody,
+    answer=list[list[Token]],
+    parse=parse_tokenize,
+)
+
+DECODE = Operation(
+    paths=("/decode",),
+    dialect=DIALECT,
+    summary="Make text of token ids",
+    description="What the tokenizer's own decoder makes of each list.",
+    body=DecodeBody,
+    answer=list[str],
+    parse=parse_decode,
+)
+
+ROOT = "/"
+ROOT_SPARSE = replace(EMBED_SPARSE, paths=(ROOT,), task="sparse")
+ROOT_SIMILARITY = replace(SIMILARITY, paths=(ROOT,), task="embed", marker="parameters")
+ROOT_EMBED = replace(EMBED, paths=(ROOT,), task="embed")

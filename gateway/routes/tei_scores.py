@@ -1,0 +1,279 @@
+"""The scores of text-embeddings-inference (TEI): `/rerank` with `texts`, and `/predict`. No sockets.
+
+As there, one score becomes a probability by the sigmoid and several by the softmax, whatever activation the checkpoint
+declares, unless `raw_scores` asks for the logits; lists are in the order of the logits, the best first.
+
+huggingface_hub's InferenceClient, which sends `parameters` when it classifies, takes the first of the lists in the
+answer to be the text's: so the answer to such a body is a list of lists, as the hub's own servers write it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import orjson
+from msgspec import UNSET, Meta, UnsetType
+
+from common.errors import InvalidRequest
+from common.pairs import PairNames
+from common.protocol import OWN_PAIRS, ModelFacts
+from common.tokenization import NameOf
+from gateway.formats import check_finite, decimals, probabilities_of, scores_of
+from gateway.requests import Asked, LabelsRequest, Limits, Operation, Outcome, PairsRequest
+from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
+from gateway.schema import (
+    check_body,
+    check_one_score,
+    check_text,
+    check_texts,
+    empty_input,
+    too_many_inputs,
+    unsupported,
+    wrong_type,
+)
+
+# What becomes of the logits of an input.
+Scale = Literal["sigmoid", "softmax", "none"]
+
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 2}
+_INPUTS = {"anyOf": [_TEXT, _TEXTS, {"type": "array", "items": _TEXTS, "minItems": 1}]}
+
+Inputs = Annotated[
+    Any,
+    Meta(description="A text, [a text], a pair of texts, or a list of such lists.", extra_json_schema=_INPUTS),
+]
+
+
+# What `inputs` may be, for people.
+_TAKEN = "a text, a list of one, a pair of texts, or a list of such lists"
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What is to be labelled."""
+
+    inputs: list[tuple[str, ...]]  # each one text or two
+    name_of: NameOf
+    lone: bool  # it came without a list around it, and so does its answer
+
+
+class RankBody(TruncatingBody, kw_only=True):
+    """A query and texts to be put in order."""
+
+    query: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
+    texts: Annotated[Any, Meta(extra_json_schema={"type": "array", "items": _TEXT, "minItems": 1})]
+    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than probabilities.")] = None
+    return_text: Annotated[bool | None, Meta(description="Have each rank bring its text.")] = None
+
+
+class PredictBody(TruncatingBody, kw_only=True):
+    """Texts, or pairs of texts, to label."""
+
+    inputs: Inputs
+    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than probabilities.")] = None
+
+
+class ClassifyParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    function_to_apply: Annotated[
+        Scale | None, Meta(description="Softmax for several labels and sigmoid for one, unless said.")
+    ] = None
+    top_k: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="The best so many labels of each.")] = None
+
+
+class ClassifyBody(TruncatingBody, kw_only=True):
+    """Texts, or pairs of texts, to label, as huggingface_hub asks for it."""
+
+    inputs: Inputs
+    parameters: ClassifyParameters | None = None
+
+
+class Rank(msgspec.Struct):
+    index: Annotated[int, Meta(description="Of the text, in the request.")]
+    score: float
+    text: str | UnsetType = UNSET
+
+
+class Prediction(msgspec.Struct):
+    score: float
+    label: str
+
+
+def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> Asked:
+    """The request of a body, checked as far as it can be without a tokenizer; so do the others here.
+
+    Raises:
+        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        NotFound: model_not_found.
+    """
+    check_body(body, facts, "score")
+    check_one_score(facts)
+    check_text(body.query, "query", "compare with")
+    if type(body.texts) is not list:
+        raise wrong_type("texts", "a list of strings")
+    if not body.texts:
+        raise empty_input("texts", "rank")
+    if len(body.texts) > limits.max_inputs:
+        raise too_many_inputs("texts", len(body.texts), limits.max_inputs, "texts")
+    texts = check_texts(body.texts, "texts", "rank")
+    request = PairsRequest(
+        queries=[body.query],
+        documents=texts,
+        names=PairNames("query", "texts"),
+        truncation=truncation_of(body.truncate, body.truncation_direction, limits),
+        instruction=None,
+        max_document_tokens=None,
+        lane=body.lane,
+    )
+    returned = texts if body.return_text else None
+    return Asked(
+        request,
+        partial(render_ranks, texts=returned, raw=bool(body.raw_scores)),
+        num_chars=sum(map(len, returned or ())),
+    )
+
+
+def parse_predict(body: PredictBody, facts: ModelFacts, limits: Limits) -> Asked:
+    scale: Scale | None = "none" if body.raw_scores else None
+    return _labels_asked(body, _parse_texts(body.inputs, limits.max_inputs), facts, limits, scale)
+
+
+def parse_classify(body: ClassifyBody, facts: ModelFacts, limits: Limits) -> Asked:
+    parameters = body.parameters or ClassifyParameters()
+    texts = replace(_parse_texts(body.inputs, limits.max_inputs), lone=False)
+    return _labels_asked(body, texts, facts, limits, parameters.function_to_apply, top_k=parameters.top_k)
+
+
+def render_ranks(outcome: Outcome, *, texts: list[str] | None, raw: bool) -> bytes:
+    """A list of the texts' places and scores, the best first; equal ones keep the request's order.
+
+    Raises:
+        NonfiniteOutput: a logit is a NaN or an infinity; so does the other.
+    """
+    check_finite(outcome.rows, PairNames("query", "texts").document)
+    logits = outcome.logits[:, 0]
+    scores = decimals(scores_of(logits, "sigmoid", raw=raw))
+    ranks = []
+    for index in np.argsort(-logits, kind="stable").tolist():
+        text = b"" if texts is None else b',"text":%b' % orjson.dumps(texts[index])  # one at a time: see formats.py
+        ranks.append(b'{"index":%d%b,"score":%b}' % (index, text, scores[index]))
+    return b"[%b]" % b",".join(ranks)
+
+
+def render_labels(outcome: Outcome, *, name_of: NameOf, scale: Scale, top_k: int | None, lone: bool) -> bytes:
+    """A list of the labels of each input, the likeliest first, in a list; without that one for a `lone` input."""
+    check_finite(outcome.rows, name_of)
+    logits = outcome.logits
+    labels = [orjson.dumps(label) for label in outcome.facts.labels]
+    scores = probabilities_of(logits) if scale == "softmax" else scores_of(logits, "sigmoid", raw=scale == "none")
+    lists = []
+    for row, order in zip(scores, np.argsort(-logits, axis=1, kind="stable")[:, :top_k].tolist(), strict=True):
+        written = decimals(row)
+        lists.append(b"[%b]" % b",".join([b'{"score":%b,"label":%b}' % (written[at], labels[at]) for at in order]))
+    return lists[0] if lone else b"[%b]" % b",".join(lists)
+
+
+def _labels_asked(
+    body: PredictBody | ClassifyBody,
+    texts: _Texts,
+    facts: ModelFacts,
+    limits: Limits,
+    scale: Scale | None,
+    *,
+    top_k: int | None = None,
+) -> Asked:
+    check_body(body, facts, "score")
+    if facts.pair_template != OWN_PAIRS:
+        for index, of_input in enumerate(texts.inputs):
+            if len(of_input) == 1:
+                raise unsupported(texts.name_of(index), "this model scores pairs in its template, and no single text")
+    request = LabelsRequest(
+        inputs=texts.inputs,
+        name_of=texts.name_of,
+        truncation=truncation_of(body.truncate, body.truncation_direction, limits),
+        lane=body.lane,
+        dimensions=facts.num_labels,
+    )
+    if scale is None:
+        scale = "softmax" if facts.num_labels > 1 else "sigmoid"
+    return Asked(
+        request,
+        partial(render_labels, name_of=texts.name_of, scale=scale, top_k=top_k, lone=texts.lone),
+        num_chars=len(texts.inputs) * sum(map(len, facts.labels)),
+    )
+
+
+def _parse_texts(value: object, max_inputs: int) -> _Texts:
+    """A text, [text], [text, text], or a list of such lists."""
+    if type(value) is str:
+        return _Texts([(check_text(value, "inputs", "label"),)], lambda _: "inputs", lone=True)
+    if type(value) is not list:
+        raise wrong_type("inputs", _TAKEN)
+    if not value:
+        raise empty_input("inputs", "label")
+    if type(value[0]) is not list:
+        return _Texts([_parse_one(value, "inputs", _TAKEN)], lambda _: "inputs", lone=True)
+    if len(value) > max_inputs:
+        raise too_many_inputs("inputs", len(value), max_inputs)
+    return _Texts(
+        [_parse_one(texts, f"inputs[{index}]", "a list of a text, or of a pair") for index, texts in enumerate(value)],
+        lambda index: f"inputs[{index}]",
+        lone=False,
+    )
+
+
+def _parse_one(value: object, name: str, taken: str) -> tuple[str, ...]:
+    """The one text, or the two, of an input."""
+    if type(value) is not list:
+        raise wrong_type(name, taken)
+    if not value:
+        raise empty_input(name, "label")
+    if len(value) > 2:
+        raise InvalidRequest(
+            f"{name} holds {len(value)} texts where one, or a pair, can be labelled. Send each in a list of its own.",
+            param=name,
+        )
+    return tuple(check_texts(value, name, "label"))
+
+
+RERANK = Operation(
+    paths=("/rerank",),
+    dialect=DIALECT,
+    summary="Put texts in order, in a bare list",
+    description="With `texts`, as TEI has it: the place and the score of each text, the most relevant first. For a "
+    "model that scores pairs.",
+    body=RankBody,
+    answer=list[Rank],
+    parse=parse_rerank,
+    marker="texts",
+)
+
+PREDICT = Operation(
+    paths=("/predict",),
+    dialect=DIALECT,
+    summary="Label texts, or pairs of texts",
+    description="The labels of a text or a pair, the likeliest first, or a list of such lists. For a model that "
+    "classifies.",
+    body=PredictBody,
+    answer=list[Prediction | list[Prediction]],
+    parse=parse_predict,
+)
+
+CLASSIFY = Operation(
+    paths=("/predict",),
+    dialect=DIALECT,
+    summary="Label texts, or pairs of texts",
+    description="With `parameters`: a list of the labels of each input, the likeliest first.",
+    body=ClassifyBody,
+    answer=list[list[Prediction]],
+    parse=parse_classify,
+    marker="parameters",
+)
+
+ROOT_CLASSIFY = replace(CLASSIFY, paths=(ROOT,), task="score")
+ROOT_RERANK = replace(RERANK, paths=(ROOT,), task="score")
+ROOT_PREDICT = replace(PREDICT, paths=(ROOT,), task="score")
