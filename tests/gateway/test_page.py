@@ -183,9 +183,12 @@ async def test_head_tells_a_pages_size(server: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_page_takes_nothing(server: Running, path: str) -> None:
-    answer = await ask(server.port, "POST", path, b"{}")
-    assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
+async def test_a_page_is_only_read(server: Running, path: str) -> None:
+    answer = await ask(server.port, "PUT", path, b"{}")
+    assert answer.status == 405
+    # What is posted to the root is for the model, as at text-embeddings-inference.
+    assert answer.headers["allow"] == ("GET, HEAD, POST" if path == "/" else "GET, HEAD")
+    assert (await ask(server.port, "GET", path)).headers["content-type"] == "text/html; charset=utf-8"
 
 
 # --- the status page ---
