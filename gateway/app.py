@@ -158,6 +158,7 @@ class Gateway:
         self._draining = False
         self._created_s = int(time.time())
         self._document = openapi.document()
+        self._versions = operations.versions()
         self._limits = Limits(config.max_inputs, config.auto_truncate)
         questions: dict[str, Handler] = {
             "/health": self._health,
@@ -501,7 +502,7 @@ class Gateway:
         return _typed(operations.model(name, self._encoder.model.facts, self._created_s))
 
     async def _info(self, call: Call) -> web.Response:
-        return _typed(operations.info(self._config, self._client.facts))
+        return _typed(operations.info(self._config, self._versions, self._client.facts))
 
     async def _metrics_text(self, call: Call) -> web.Response:
         body = await asyncio.to_thread(metrics_module.render, self._config.run_dir)

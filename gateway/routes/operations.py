@@ -156,12 +156,18 @@ def model(name: str, facts: ModelFacts, created_s: int) -> ModelCard:
     return ModelCard(facts.name, created_s)
 
 
-def info(config: GatewayConfig, facts: ModelFacts | None) -> Info:
+def versions() -> dict[str, str | int | None]:
+    """Of what runs here. They are read from files, so once is enough."""
+    return {"hedgerow": _version("hedgerow"), "protocol": PROTOCOL_VERSION} | {
+        name: _version(name) for name in _PACKAGES
+    }
+
+
+def info(config: GatewayConfig, versions: dict[str, str | int | None], facts: ModelFacts | None) -> Info:
     """The model, what runs it, and the limits."""
     return Info(
         model=None if facts is None else _model_info(facts),
-        versions={"hedgerow": _version("hedgerow"), "protocol": PROTOCOL_VERSION}
-        | {name: _version(name) for name in _PACKAGES},
+        versions=versions,
         limits=LimitsInfo(
             max_body_bytes=config.max_body_bytes,
             max_inputs=config.max_inputs,
@@ -186,7 +192,7 @@ def info(config: GatewayConfig, facts: ModelFacts | None) -> Info:
         max_client_batch_size=config.max_inputs,
         auto_truncate=config.auto_truncate,
         tokenization_workers=config.tokenizer_threads,
-        version=_version("hedgerow"),
+        version=str(versions["hedgerow"]),
     )
 
 
