@@ -46,7 +46,7 @@ from common.transport import now_ns
 from gateway import cors, openapi
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import Key, KeyCheck, settle_lane
-from gateway.body import BadRequest, read_body
+from gateway.body import BadRequest, BodyLimits, read_body
 from gateway.budgets import Budgets
 from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
@@ -144,21 +144,17 @@ class Gateway:
         self._origins = cors.parse_origins(config.cors_origins)
         self._threads = Threads(config.tokenizer_threads)
         self._encoder = Encoder(self._threads)
-        self._server = Server(
-            self._handle,
-            HttpLimits(
-                config.header_timeout_s,
-                config.keepalive_timeout_s,
-                _max_connections(config),
-            ),
-            partial(self._count, "none"),
+        http_limits = HttpLimits(
+            config.header_timeout_s, config.keepalive_timeout_s, _max_connections(config), config.write_timeout_s
         )
+        self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s, config.min_body_bytes_per_s)
+        self._server_facts = operations.ServerFacts(config, http_limits, self._body_limits)
+        self._server = Server(self._handle, http_limits, partial(self._count, "none"))
         self._listener: asyncio.Server | None = None
         self._num_running = 0
         self._draining = False
         self._created_s = int(time.time())
         self._document = openapi.document()
-        self._versions = operations.versions()
         self._limits = Limits(config.max_inputs, config.auto_truncate)
         questions: dict[str, Handler] = {
             "/health": self._health,
@@ -396,10 +392,8 @@ class Gateway:
 
     async def _read(self, call: Call, operations: Sequence[Operation[Any]]) -> tuple[Model, Asked | LocalRequest]:
         """The model that is served, and what is asked of it."""
-        config = self._config
         call.deadline_ns = self._deadline_ns(call)
-        timeout_s = min(config.body_timeout_s, (call.deadline_ns - now_ns()) / 1e9)
-        body = await read_body(call.request, config.max_body_bytes, timeout_s)
+        body = await read_body(call.request, self._body_limits, (call.deadline_ns - now_ns()) / 1e9)
         model = await self._encoder.wait_for_model(call.deadline_ns)
         begin = now_ns()
         read = partial(read_request, body, operations, model.facts, self._limits)
@@ -502,7 +496,7 @@ class Gateway:
         return _typed(operations.model(name, self._encoder.model.facts, self._created_s))
 
     async def _info(self, call: Call) -> web.Response:
-        return _typed(operations.info(self._config, self._versions, self._client.facts))
+        return _typed(self._server_facts.info(self._client.facts))
 
     async def _metrics_text(self, call: Call) -> web.Response:
         body = await asyncio.to_thread(metrics_module.render, self._config.run_dir)

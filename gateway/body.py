@@ -1,8 +1,9 @@
-"""Reading a request's body: only JSON in UTF-8, plain, within a size, a number of chunks and a time."""
+"""Reading a request's body: only JSON in UTF-8, plain, within a size, a number of chunks, a time and at a pace."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, StreamReader, web
 
@@ -23,20 +24,31 @@ class BadRequest(InvalidRequest):
     default_code = "bad_request"
 
 
-async def read_body(request: web.BaseRequest, max_bytes: int, timeout_s: float) -> bytes:
-    """The body of a JSON request, whole.
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    max_bytes: int
+    timeout_s: float
+    # The slowest that a client may send. One that falls `pace_window_s` behind has failed, and so has one that sends
+    # nothing for so long: what it sent faster before does not count.
+    min_bytes_per_s: float = 8192.0
+    pace_window_s: float = 5.0
+    max_chunks: int = _MAX_CHUNKS
+
+
+async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: float) -> bytes:
+    """The body of a JSON request, whole, before `remaining_s` is over.
 
     Raises:
         UnsupportedMedia: it is not declared as JSON in UTF-8, or is encoded in any way.
-        TooLarge: more than `max_bytes`, or too many chunks; the rest is not read.
+        TooLarge: more than `limits.max_bytes`, or too many chunks; the rest is not read.
         ExpectationFailed: `Expect` asks for anything but 100-continue.
-        RequestTimeout: it was not there in time.
+        RequestTimeout: it was not there in time, or came too slowly.
         BadRequest: its chunks are malformed.
     """
     _check_media(request)
     declared = request.content_length
-    if declared is not None and declared > max_bytes:
-        raise _body_too_large(max_bytes)
+    if declared is not None and declared > limits.max_bytes:
+        raise _body_too_large(limits.max_bytes)
     expectation = request.headers.get("Expect")
     if expectation is not None:
         if expectation.lower() != "100-continue":
@@ -49,34 +61,47 @@ async def read_body(request: web.BaseRequest, max_bytes: int, timeout_s: float) 
     try:
         if content.is_eof() and not chunked:
             return content.read_nowait()
-        async with asyncio.timeout(timeout_s):
-            return await _read_stream(content, max_bytes, chunked=chunked)
-    except TimeoutError:
-        raise RequestTimeout(f"The body did not arrive within {timeout_s:g} s. Send it again.") from None
+        return await _read_stream(content, limits, min(limits.timeout_s, remaining_s), chunked=chunked)
     except web.RequestPayloadError:
         raise BadRequest("The body's chunks are malformed.") from None
 
 
-async def _read_stream(content: StreamReader, max_bytes: int, *, chunked: bool) -> bytes:
+async def _read_stream(content: StreamReader, limits: BodyLimits, timeout_s: float, *, chunked: bool) -> bytes:
+    loop = asyncio.get_running_loop()
+    begin_s = loop.time()
+    end_s = begin_s + timeout_s
+    late_s = begin_s + limits.pace_window_s  # when the client is too slow, should nothing more come
     body = bytearray()
-    num_chunks = 0
-    while True:
-        if chunked:
-            data, is_chunk_end = await content.readchunk()
-            num_chunks += is_chunk_end
-            if num_chunks > _MAX_CHUNKS:
-                raise TooLarge(
-                    f"The body comes in more than {_MAX_CHUNKS} chunks. Send larger ones.", code="too_many_chunks"
-                )
-            if not data and not is_chunk_end:
-                return bytes(body)
-        else:
-            data = await content.readany()
-            if not data:
-                return bytes(body)
-        body += data
-        if len(body) > max_bytes:
-            raise _body_too_large(max_bytes)
+    num_paced = num_chunks = 0
+    try:
+        async with asyncio.timeout_at(end_s) as timeout:
+            while True:
+                if len(body) == content.total_bytes:  # the next read waits, unless this is the end
+                    sent_s = (len(body) - num_paced) / limits.min_bytes_per_s
+                    late_s = min(late_s + sent_s, loop.time() + limits.pace_window_s)
+                    num_paced = len(body)
+                    timeout.reschedule(min(late_s, end_s))
+                is_chunk_end = False
+                if chunked:
+                    data, is_chunk_end = await content.readchunk()
+                    num_chunks += is_chunk_end
+                    if num_chunks > limits.max_chunks:
+                        raise TooLarge(
+                            f"The body comes in more than {limits.max_chunks} chunks. Send larger ones.",
+                            code="too_many_chunks",
+                        )
+                else:
+                    data = await content.readany()
+                if not data and not is_chunk_end:
+                    return bytes(body)
+                body += data
+                if len(body) > limits.max_bytes:
+                    raise _body_too_large(limits.max_bytes)
+    except TimeoutError:
+        if late_s < end_s:
+            rate = f"{limits.min_bytes_per_s:g}"
+            raise RequestTimeout(f"The body came at less than {rate} bytes a second. Send it again.") from None
+        raise RequestTimeout(f"The body did not arrive within {timeout_s:g} s. Send it again.") from None
 
 
 def _check_media(request: web.BaseRequest) -> None:

@@ -1,14 +1,20 @@
 """The connection handling that aiohttp lacks.
 
-Without this module: a silent or trickling client is never cut off; protocol errors are answered in plain text that
-quotes the client's bytes; HTTP/0.9 and 2.0 lines get a 200 in their own version; a broken chunk leaves its handler
-waiting for ever; any number of connections is taken until the file table is full; and a stopping server resets
-connections that a request is just travelling on. Each was seen with aiohttp 3.14 and its C parser.
+Without this module: a silent or trickling client is never cut off, nor one that does not read its answers; protocol
+errors are answered in plain text that quotes the client's bytes; HTTP/0.9 and 2.0 lines get a 200 in their own version;
+a broken chunk leaves its handler waiting for ever; a packet of tiny chunks stops the loop for 90 ms; what follows a
+request for an upgrade is dropped or run as a request of its own; any number of connections is taken until the file
+table is full; and a stopping server resets connections that a request is just travelling on. Each was seen with aiohttp
+3.14 and its C parser.
 
 `Server` and `Connection` subclass aiohttp's and use a few of its private fields (`_messages`, `_waiter`, `_close`,
-`_request_count`, `_request_in_progress`, `_next_keepalive_close_time`): pyproject.toml holds aiohttp below the next
-minor version, and tests/gateway/test_http.py says what must still hold when that bound is raised. Rejected: a proxy in
+`_request_count`, `_request_in_progress`, `_keepalive_handle`, `_next_keepalive_close_time`, `_reading_paused`,
+`_max_msg_queue_size`, `_msg_queue_resume_size`): pyproject.toml holds aiohttp below the next minor version, and
+tests/gateway/test_http.py and test_raw_http.py say what must still hold when that bound is raised. Rejected: a proxy in
 front as a requirement; a server of our own.
+
+What stays as it is: where what follows a request in the same packet is no HTTP, the parser gives up both, and the one
+answer is the 400.
 """
 
 from __future__ import annotations
@@ -33,10 +39,15 @@ from gateway.body import BadRequest
 
 logger = logging.getLogger(__name__)
 
-_MAX_TARGET_BYTES = 4096
-_MAX_HEADER_LINE_BYTES = 16 * 1024
-_MAX_HEADERS = 100
-_MAX_HEADER_BYTES = 64 * 1024  # of one that comes in several packets; one that comes whole is bounded by the read
+# Blank lines before a request that begin no header; some clients send one after a body.
+_MAX_BLANK_BYTES = 4
+
+# Requests that are read while one runs. A packet may hold more of them; nothing is read after it.
+_MAX_READ_AHEAD = 2
+
+# Of one body: what may wait for its handler, and by a rule of aiohttp's a sixteenth of it in chunks. The chunks of a
+# packet are parsed in turns of so many, about 2 ms each.
+_BODY_BUFFER_BYTES = 16 * 1024
 
 # After an early answer (413, 431) what the client still sends is read and dropped for so long: a client that is
 # sending when the connection closes gets a reset, and may never see the answer.
@@ -64,10 +75,14 @@ class HttpLimits:
     header_timeout_s: float
     keepalive_timeout_s: float
     max_connections: int
-    # A stopping server closes a connection that was idle for so long at once; on a fresher one a request may be coming.
-    drain_grace_s: float = 1.0
     # An answer that its client does not read holds its memory: cut off after so long.
     write_timeout_s: float = 30.0
+    # A stopping server closes a connection that was idle for so long at once; on a fresher one a request may be coming.
+    drain_grace_s: float = 1.0
+    max_target_bytes: int = 4096
+    max_headers: int = 100
+    max_header_line_bytes: int = 16 * 1024  # a line's name, or its value
+    max_header_bytes: int = 64 * 1024  # all lines together
 
 
 class Server(web.Server):
@@ -149,26 +164,41 @@ class Server(web.Server):
 class Connection(web.RequestHandler):
     """One client's connection."""
 
-    __slots__ = ("_body", "_header_timer", "_is_broken", "_partial_bytes", "_refused", "_server")
+    __slots__ = (
+        "_body",
+        "_header_timer",
+        "_is_broken",
+        "_partial_bytes",
+        "_refused",
+        "_resume_due",
+        "_server",
+        "_write_timer",
+    )
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+        limits = server.limits
         super().__init__(
             server,
             loop=loop,
-            keepalive_timeout=server.limits.keepalive_timeout_s,
+            keepalive_timeout=limits.keepalive_timeout_s,
             access_log=None,  # type: ignore[arg-type]  # how aiohttp is told to keep none
-            max_line_size=_MAX_TARGET_BYTES,
-            max_field_size=_MAX_HEADER_LINE_BYTES,
-            max_headers=_MAX_HEADERS,
+            max_line_size=limits.max_target_bytes,
+            max_field_size=limits.max_header_line_bytes,
+            max_headers=limits.max_headers,
             lingering_time=_LINGER_S,
+            read_bufsize=_BODY_BUFFER_BYTES,
             auto_decompress=False,  # aiohttp makes an empty body of a gzip stream that was cut
         )
+        self._max_msg_queue_size = _MAX_READ_AHEAD
+        self._msg_queue_resume_size = 0
         self._server = server
         self._body: StreamReader = EMPTY_PAYLOAD  # of the request that came last
         self._partial_bytes = 0  # of a header that is not complete yet
         self._header_timer: asyncio.TimerHandle | None = None
         self._is_broken = False  # what came was not HTTP; nothing more is read
         self._refused = False  # over the limit on connections
+        self._resume_due = False  # what the parser holds back is parsed in the loop's next turn
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Below the limit on file descriptors, so that it is us who refuse and not accept() that fails in a loop.
@@ -180,6 +210,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_header_timer()
+        self._stop_write_timer()
         if self._refused:
             self._server.num_refused -= 1
         super().connection_lost(exc)
@@ -194,18 +225,33 @@ class Connection(web.RequestHandler):
             self._partial_bytes = 0
             for index in range(len(self._messages) - num_new, len(self._messages)):
                 self._on_request(index)
-        elif not in_body and data.strip(b"\r\n"):
+        elif not in_body and (len(data) > _MAX_BLANK_BYTES or data.strip(b"\r\n")):
             self._on_partial_header(len(data))
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        # Called by whoever reads a body, between two chunks: parsed then and there, a packet of tiny chunks would be
+        # parsed and read in one turn of the loop.
+        if not resume_parser:
+            super().resume_reading(resume_parser=False)
+        elif not self._resume_due:
+            self._resume_due = True
+            self._loop.call_soon(self._resume_parsing)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        transport = self.transport
+        if transport is None:
+            return await super().finish_response(request, resp, start_time)
         # Whatever the kernel's buffers do not take waits for the client to read; a small answer too, behind others.
-        timer = self._loop.call_later(self._server.limits.write_timeout_s, self.abort)
-        try:
-            result = await super().finish_response(request, resp, start_time)
-        finally:
-            timer.cancel()
+        self._stop_write_timer()
+        self._write_timer = self._loop.call_later(
+            self._server.limits.write_timeout_s, self._on_write_timeout, transport
+        )
+        result = await super().finish_response(request, resp, start_time)
+        # What is left is less than aiohttp waits for; the transport, even closed, would hold it for ever.
+        if not transport.get_write_buffer_size():
+            self._stop_write_timer()
         if self._is_broken:
             await self._linger()
         elif not resp.keep_alive and self.transport is not None and not self._body.is_eof():
@@ -221,7 +267,7 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what never reached the handler. aiohttp's `message` quotes the client's bytes: it is not passed on."""
-        error = _error_of(exc)
+        error = _error_of(exc, self._server.limits)
         if error.status == 500:
             logger.error("a request failed outside its handler", exc_info=exc)
         self._server.on_refusal(error.status)
@@ -248,6 +294,27 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.abort()
 
+    def _process_keepalive(self) -> None:
+        if self._partial_bytes:
+            self._keepalive_handle = None  # a request is coming: its own timer counts, and its end sets this one again
+            return
+        super()._process_keepalive()
+
+    def _resume_parsing(self) -> None:
+        self._resume_due = False
+        if self._reading_paused and self.transport is not None:
+            super().resume_reading()
+
+    def _on_write_timeout(self, transport: asyncio.Transport) -> None:
+        self._write_timer = None
+        if transport.get_write_buffer_size():
+            transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
     @property
     def _is_idle(self) -> bool:
         return not (self._request_in_progress or self._messages or self._partial_bytes) and self._body.is_eof()
@@ -262,18 +329,33 @@ class Connection(web.RequestHandler):
                 self._body.feed_eof()
             return
         self._body = body
+        error = self._fault_of(message)
+        if error is not None:
+            self._messages[index] = (_ErrInfo(status=400, exc=_Refused(error), message=""), body)
+        elif message.upgrade:
+            # Also CONNECT. No protocol is switched to here; but the parser has dropped what the packet holds behind the
+            # request, and where the next one begins is unknown.
+            self._messages[index] = (message._replace(should_close=True), body)
+
+    def _fault_of(self, message: RawRequestMessage) -> ServiceError | None:
+        """What is wrong with a header that the parser takes."""
         if message.version not in (HttpVersion10, HttpVersion11):
-            # The parser takes any version, and aiohttp answers in it.
-            error = _WrongVersion(is_old=message.version < HttpVersion10)
-            self._messages[index] = (_ErrInfo(status=400, exc=error, message=""), body)
+            return _bad_request() if message.version < HttpVersion10 else _version_not_supported()
+        if message.chunked and message.headers["Transfer-Encoding"].lower() != "chunked":
+            return _bad_request()  # of several codings the parser looks at the last alone
+        limit = self._server.limits.max_header_bytes
+        if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > limit:
+            return _HeaderTooLarge(f"The header has more than {limit} bytes.")
+        return None
 
     def _on_partial_header(self, num_bytes: int) -> None:
         if self._header_timer is None:
             self._start_header_timer()
         self._partial_bytes += num_bytes
-        if self._partial_bytes > _MAX_HEADER_BYTES:
+        limits = self._server.limits
+        if self._partial_bytes > limits.max_header_bytes + limits.max_target_bytes:
             self._stop_header_timer()
-            self._close_with(_HeaderTooLarge("The header is too long."))
+            self._close_with(_HeaderTooLarge(f"The header has more than {limits.max_header_bytes} bytes."))
 
     def _on_header_timeout(self) -> None:
         self._header_timer = None
@@ -317,6 +399,7 @@ class Connection(web.RequestHandler):
         """No more answers: the client reads an end; what it still sends is dropped."""
         assert self.transport is not None
         self._close = True
+        self.transport.resume_reading()  # it may be paused, and the client's end would go unseen
         self.transport.write_eof()
 
     def _start_header_timer(self) -> None:
@@ -328,28 +411,38 @@ class Connection(web.RequestHandler):
             self._header_timer = None
 
 
-class _WrongVersion(HttpProcessingError):
-    def __init__(self, *, is_old: bool) -> None:
+class _Refused(HttpProcessingError):
+    """A request that the parser took and we do not."""
+
+    def __init__(self, error: ServiceError) -> None:
         super().__init__()
-        self.is_old = is_old
+        self.error = error
 
 
-def _error_of(exc: BaseException | None) -> ServiceError:
-    """What to answer where aiohttp's parser (or a bug of ours) refused a request."""
+def _error_of(exc: BaseException | None, limits: HttpLimits) -> ServiceError:
+    """What to answer where aiohttp's parser, or `_fault_of`, (or a bug of ours) refused a request."""
+    if isinstance(exc, _Refused):
+        return exc.error
     if isinstance(exc, LineTooLong):
         # The parser has one exception for both; what it names is the limit, and ours differ.
-        if exc.args[1] == _MAX_TARGET_BYTES:
-            return _TargetTooLong(f"The request's target has more than {_MAX_TARGET_BYTES} bytes.")
-        return _HeaderTooLarge(f"A line of the header has more than {_MAX_HEADER_LINE_BYTES} bytes.")
-    if isinstance(exc, _WrongVersion) and not exc.is_old:
-        return _VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
+        if exc.args[1] == limits.max_target_bytes:
+            return _TargetTooLong(f"The request's target has more than {limits.max_target_bytes} bytes.")
+        return _HeaderTooLarge(f"A line of the header has more than {limits.max_header_line_bytes} bytes.")
     if isinstance(exc, HttpProcessingError):
         if exc.message == "Too many headers received":
-            return _HeaderTooLarge(f"The header has more than {_MAX_HEADERS} lines.")
+            return _HeaderTooLarge(f"The header has more than {limits.max_headers} lines.")
         if "Invalid HTTP version" in exc.message.partition(":\n\n")[0]:
-            return _VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
-        return BadRequest("This is not an HTTP/1.1 request that this server understands.")
+            return _version_not_supported()
+        return _bad_request()
     return InternalError("This server failed; its log says why.")
+
+
+def _bad_request() -> BadRequest:
+    return BadRequest("This is not an HTTP/1.1 request that this server understands.")
+
+
+def _version_not_supported() -> _VersionNotSupported:
+    return _VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
 
 
 def _refusal_headers(error: ServiceError) -> dict[str, str]:

@@ -11,7 +11,10 @@ from msgspec import UNSET, Meta, UnsetType
 from common.config import GatewayConfig
 from common.errors import NotFound
 from common.protocol import PROTOCOL_VERSION, ModelFacts, max_rows
+from common.tokenization import MAX_CHARS_PER_TOKEN
+from gateway.body import BodyLimits
 from gateway.client import Readiness
+from gateway.http import HttpLimits
 from gateway.routes import contextual, rerank
 from gateway.schema import is_served
 
@@ -78,17 +81,30 @@ class LimitsInfo(msgspec.Struct):
     """The limits that a client may meet."""
 
     max_body_bytes: int
+    max_body_chunks: int
+    max_target_bytes: int
+    max_headers: int
+    max_header_line_bytes: int
+    max_header_bytes: int
+    max_connections: int
+    max_concurrent_requests: int
     max_inputs: int
     max_request_tokens: int
     max_rerank_documents: int
     max_contextual_documents: int
     max_contextual_chunks: int
     max_contextual_tokens: int
-    max_embed_all_tokens: int | None
-    max_input_tokens: int | None
+    header_timeout_ms: int
+    body_timeout_ms: int
+    min_body_bytes_per_s: int
+    write_timeout_ms: int
+    keepalive_timeout_ms: int
     default_timeout_ms: int
     max_timeout_ms: int
     auto_truncate: bool
+    max_input_tokens: int | None
+    max_input_chars: Annotated[int | None, Meta(description="Of a text that may not be cut.")]
+    max_embed_all_tokens: int | None
 
 
 class Classifier(msgspec.Struct):
@@ -156,44 +172,69 @@ def model(name: str, facts: ModelFacts, created_s: int) -> ModelCard:
     return ModelCard(facts.name, created_s)
 
 
-def versions() -> dict[str, str | int | None]:
-    """Of what runs here. They are read from files, so once is enough."""
-    return {"hedgerow": _version("hedgerow"), "protocol": PROTOCOL_VERSION} | {
-        name: _version(name) for name in _PACKAGES
-    }
+class ServerFacts:
+    """What /info says beside the model; it stays as it is while the gateway lives.
 
+    Gathered once: a package's version is read from its files.
+    """
 
-def info(config: GatewayConfig, versions: dict[str, str | int | None], facts: ModelFacts | None) -> Info:
-    """The model, what runs it, and the limits."""
-    return Info(
-        model=None if facts is None else _model_info(facts),
-        versions=versions,
-        limits=LimitsInfo(
-            max_body_bytes=config.max_body_bytes,
-            max_inputs=config.max_inputs,
-            max_request_tokens=config.max_request_tokens,
-            max_rerank_documents=min(config.max_inputs, rerank.MAX_DOCUMENTS),
-            max_contextual_documents=contextual.MAX_DOCUMENTS,
-            max_contextual_chunks=contextual.MAX_CHUNKS,
-            max_contextual_tokens=min(config.max_request_tokens, contextual.MAX_TOKENS),
-            max_embed_all_tokens=None if facts is None else min(config.max_request_tokens, max_rows(facts)),
-            max_input_tokens=None if facts is None else facts.max_tokens,
-            default_timeout_ms=config.default_timeout_s * 1000,
-            max_timeout_ms=config.max_timeout_s * 1000,
+    def __init__(self, config: GatewayConfig, http: HttpLimits, body: BodyLimits) -> None:
+        self._config = config
+        self._versions: dict[str, str | int | None] = {"hedgerow": _version("hedgerow"), "protocol": PROTOCOL_VERSION}
+        self._versions |= {name: _version(name) for name in _PACKAGES}
+        self._limits: dict[str, object] = {
+            "max_body_bytes": body.max_bytes,
+            "max_body_chunks": body.max_chunks,
+            "max_target_bytes": http.max_target_bytes,
+            "max_headers": http.max_headers,
+            "max_header_line_bytes": http.max_header_line_bytes,
+            "max_header_bytes": http.max_header_bytes,
+            "max_connections": http.max_connections,
+            "max_concurrent_requests": config.max_concurrent_requests,
+            "max_inputs": config.max_inputs,
+            "max_request_tokens": config.max_request_tokens,
+            "max_rerank_documents": min(config.max_inputs, rerank.MAX_DOCUMENTS),
+            "max_contextual_documents": contextual.MAX_DOCUMENTS,
+            "max_contextual_chunks": contextual.MAX_CHUNKS,
+            "max_contextual_tokens": min(config.max_request_tokens, contextual.MAX_TOKENS),
+            "header_timeout_ms": config.header_timeout_s * 1000,
+            "body_timeout_ms": config.body_timeout_s * 1000,
+            "min_body_bytes_per_s": config.min_body_bytes_per_s,
+            "write_timeout_ms": config.write_timeout_s * 1000,
+            "keepalive_timeout_ms": config.keepalive_timeout_s * 1000,
+            "default_timeout_ms": config.default_timeout_s * 1000,
+            "max_timeout_ms": config.max_timeout_s * 1000,
+            "auto_truncate": config.auto_truncate,
+            "max_input_tokens": None,
+            "max_input_chars": None,
+            "max_embed_all_tokens": None,
+        }
+
+    def info(self, facts: ModelFacts | None) -> Info:
+        """The model, what runs it, and the limits."""
+        config, limits = self._config, self._limits
+        if facts is not None:
+            limits = limits | {
+                "max_input_tokens": facts.max_tokens,
+                "max_input_chars": MAX_CHARS_PER_TOKEN * facts.max_tokens,
+                "max_embed_all_tokens": min(config.max_request_tokens, max_rows(facts)),
+            }
+        return Info(
+            model=None if facts is None else _model_info(facts),
+            versions=self._versions,
+            limits=msgspec.convert(limits, LimitsInfo),
+            model_id=None if facts is None else facts.name,
+            model_dtype=None if facts is None else facts.dtype,
+            model_type=None if facts is None else _model_type(facts),
+            served_model_name=None if facts is None else facts.name,
+            max_concurrent_requests=config.max_concurrent_requests,
+            max_input_length=None if facts is None else facts.max_tokens,
+            max_batch_tokens=None if facts is None else facts.max_batch_tokens,
+            max_client_batch_size=config.max_inputs,
             auto_truncate=config.auto_truncate,
-        ),
-        model_id=None if facts is None else facts.name,
-        model_dtype=None if facts is None else facts.dtype,
-        model_type=None if facts is None else _model_type(facts),
-        served_model_name=None if facts is None else facts.name,
-        max_concurrent_requests=config.max_concurrent_requests,
-        max_input_length=None if facts is None else facts.max_tokens,
-        max_batch_tokens=None if facts is None else facts.max_batch_tokens,
-        max_client_batch_size=config.max_inputs,
-        auto_truncate=config.auto_truncate,
-        tokenization_workers=config.tokenizer_threads,
-        version=str(versions["hedgerow"]),
-    )
+            tokenization_workers=config.tokenizer_threads,
+            version=str(self._versions["hedgerow"]),
+        )
 
 
 def _model_type(facts: ModelFacts) -> ModelType:

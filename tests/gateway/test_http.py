@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 from aiohttp import web
 
+from common.config import GatewayConfig
 from gateway.http import HttpLimits, Server
 from tests.gateway.conftest import Serve, listening_socket
 from tests.gateway.wire import Wire, ask, embed, request_bytes
@@ -109,6 +111,44 @@ async def test_a_connection_is_kept_for_the_keepalive_time_and_no_longer(bare: C
     assert await wire.rest() == b""
     assert 0.09 < asyncio.get_running_loop().time() - begin < 1
     await wire.close()
+
+
+async def test_a_request_that_is_coming_when_the_keepalive_time_ends_is_served(bare: Callable) -> None:
+    _, port = await bare(keepalive_timeout_s=0.1)
+    wire = await Wire.connect(port)
+    for _ in range(3):
+        await wire.send(request_bytes("GET", "/")[:10])
+        await asyncio.sleep(0.12)
+        await wire.send(request_bytes("GET", "/")[10:])
+        assert (await wire.answer()).status == 200
+    assert await wire.rest() == b""
+    await wire.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("idle_s", [0.01, 0.3, 0.9, 1.1])
+async def test_a_pooled_connection_serves_below_the_idle_time_and_is_closed_above_it(
+    serve: Serve, idle_s: float
+) -> None:
+    running = await serve(keepalive_timeout_s=1)
+    wires = [await Wire.connect(running.port) for _ in range(20)]
+    for wire in wires:
+        await wire.send(EMBED)
+        assert (await wire.answer()).status == 200
+    await asyncio.sleep(idle_s)
+    served = []
+    for wire in wires:
+        try:
+            await wire.send(EMBED)
+            served.append((await wire.answer()).status == 200)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            served.append(False)
+        await wire.close()
+    assert served == [idle_s < 1] * 20
+
+
+def test_idle_connections_are_kept_longer_than_clients_keep_theirs() -> None:
+    assert GatewayConfig(run_dir="x").keepalive_timeout_s >= 60
 
 
 @pytest.mark.slow
@@ -241,6 +281,32 @@ async def test_a_header_without_end_is_431(bare: Callable) -> None:
         await wire.send(b"X-%d: " % index + b"a" * 15_000 + b"\r\n")
     assert (await wire.answer()).status == 431
     await wire.close()
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["kept open", "closed"])
+async def test_the_last_of_an_answer_that_is_not_read_is_dropped_too(bare: Callable, closes: bool) -> None:
+    # Less than aiohttp waits for: it counts as sent, and a transport that is closed would go on holding it.
+    server, port = await bare(write_timeout_s=0.05, keepalive_timeout_s=0.1)
+    server.body = b"x" * 40_000
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", port))
+    async with asyncio.timeout(5):
+        while not server.server.connections:
+            await asyncio.sleep(0.001)
+        [connection] = server.server.connections
+        transport = connection.transport
+        while not transport.get_write_buffer_size():
+            server.entered.clear()
+            sock.send(request_bytes("GET", "/"))
+            await server.entered.wait()
+            await asyncio.sleep(0.001)
+        server.closes = closes
+        if closes:
+            sock.send(request_bytes("GET", "/"))
+        while server.server.connections:
+            await asyncio.sleep(0.01)
+    sock.close()
 
 
 async def test_an_answer_that_is_not_read_is_cut_off(bare: Callable) -> None:

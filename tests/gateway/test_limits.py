@@ -1,0 +1,297 @@
+"""Every limit that a request can meet, just under it and just over it; what /info and the README say of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from common.config import GatewayConfig
+from common.errors import Overloaded
+from gateway.app import _max_connections
+from gateway.body import BodyLimits
+from gateway.http import HttpLimits
+from gateway.routes.operations import Info
+from tests.gateway.conftest import MAX_TOKENS, Running, Serve
+from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
+
+PATH = "/v1/embeddings"
+BODY = b'{"input":"w1"}'
+HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+MIB = 1024 * 1024
+
+
+async def answer_to(port: int, sent: bytes) -> Answer:
+    """The answer to these bytes; where it says that the connection closes, it does, else it serves on."""
+    wire = await Wire.connect(port)
+    await wire.send(sent)
+    answer = await wire.answer()
+    if answer.headers.get("connection") == "close":
+        assert await wire.rest() == b""
+    else:
+        await wire.send(request_bytes("GET", "/health"))
+        assert (await wire.answer()).status == 200
+    await wire.close()
+    return answer
+
+
+def told(answer: Answer) -> tuple[int, str | None, bool]:
+    """Status, code of the error, and whether the connection closes."""
+    code = None if answer.status == 200 else str(answer.error["code"])
+    return answer.status, code, answer.headers.get("connection") == "close"
+
+
+# --- the header ---
+
+
+async def test_a_target_of_4096_bytes_is_read_and_one_of_4097_is_414(server: Running) -> None:
+    def of(num_bytes: int) -> bytes:
+        return request_bytes("GET", "/health?".ljust(num_bytes, "a"))
+
+    assert told(await answer_to(server.port, of(4096))) == (200, None, False)
+    assert told(await answer_to(server.port, of(4097))) == (414, "header_too_large", True)
+
+
+async def test_a_header_value_of_16384_bytes_is_read_and_one_of_16385_is_431(server: Running) -> None:
+    def of(num_bytes: int) -> bytes:
+        return request_bytes("GET", "/health", headers={"X": "a" * num_bytes})
+
+    assert told(await answer_to(server.port, of(16_384))) == (200, None, False)
+    assert told(await answer_to(server.port, of(16_385))) == (431, "header_too_large", True)
+
+
+async def test_a_header_of_100_lines_is_read_and_one_of_101_is_431(server: Running) -> None:
+    def of(num_lines: int) -> bytes:
+        return request_bytes("GET", "/health", headers={f"X-{index}": "a" for index in range(num_lines - 1)})
+
+    assert told(await answer_to(server.port, of(100))) == (200, None, False)
+    assert told(await answer_to(server.port, of(101))) == (431, "header_too_large", True)
+
+
+def header_of(num_bytes: int) -> bytes:
+    """A request whose header lines, line ends included, have so many bytes: four long ones and a short one."""
+    lines = b"Host: x\r\n" + (b"X: " + b"a" * 16_000 + b"\r\n") * 4
+    lines += b"Y: " + b"a" * (num_bytes - len(lines) - 5) + b"\r\n"
+    assert len(lines) == num_bytes
+    return b"GET /health HTTP/1.1\r\n" + lines + b"\r\n"
+
+
+async def test_a_header_of_65536_bytes_is_read_and_one_of_65537_is_431(server: Running) -> None:
+    assert told(await answer_to(server.port, header_of(65_536))) == (200, None, False)
+    assert told(await answer_to(server.port, header_of(65_537))) == (431, "header_too_large", True)
+
+
+async def test_a_header_in_packets_has_the_same_limit(server: Running) -> None:
+    for num_bytes, status in ((65_536, 200), (65_537, 431)):
+        wire = await Wire.connect(server.port)
+        sent = header_of(num_bytes)
+        for start in range(0, len(sent), 10_000):
+            await wire.send(sent[start : start + 10_000])
+            await asyncio.sleep(0.001)
+        assert (await wire.answer()).status == status
+        await wire.close()
+
+
+# --- the body ---
+
+
+async def test_a_body_of_16_mib_is_read_and_a_byte_more_is_413(server: Running) -> None:
+    assert told(await answer_to(server.port, request_bytes("POST", PATH, BODY.ljust(16 * MIB)))) == (200, None, False)
+    declared = HEAD + b"Content-Length: %d\r\n\r\n" % (16 * MIB + 1)
+    assert told(await answer_to(server.port, declared)) == (413, "body_too_large", True)
+
+
+async def test_a_chunked_body_of_16_mib_is_read_and_a_byte_more_is_413(server: Running) -> None:
+    def of(num_bytes: int) -> bytes:
+        chunk = b"%x\r\n" % (num_bytes // 4) + b" " * (num_bytes // 4) + b"\r\n"
+        end = b"%x\r\n" % (num_bytes % 4 + 14) + BODY + b" " * (num_bytes % 4) + b"\r\n0\r\n\r\n"
+        return CHUNKED + chunk * 4 + end
+
+    assert told(await answer_to(server.port, of(16 * MIB - 16))) == (200, None, False)
+    assert told(await answer_to(server.port, of(16 * MIB - 13))) == (413, "body_too_large", True)
+
+
+async def test_a_body_of_65536_chunks_is_read_and_one_of_65537_is_413(server: Running) -> None:
+    def of(num_chunks: int) -> bytes:
+        return CHUNKED + b"1\r\n \r\n" * (num_chunks - 1) + b"e\r\n" + BODY + b"\r\n0\r\n\r\n"
+
+    assert told(await answer_to(server.port, of(65_536))) == (200, None, False)
+    assert told(await answer_to(server.port, of(65_537))) == (413, "too_many_chunks", True)
+
+
+def with_body_limits(running: Running, **changes: float) -> None:
+    """Shorter limits than flags can ask for."""
+    running.gateway._body_limits = dataclasses.replace(running.gateway._body_limits, **changes)
+
+
+async def trickle(port: int, num_bytes: int, every_s: float, times: int) -> Answer:
+    """Send a body of so many pieces, each so large; the last of them ends it."""
+    wire = await Wire.connect(port)
+    await wire.send(HEAD + b"Content-Length: %d\r\n\r\n" % (num_bytes * times))
+    answer = asyncio.ensure_future(wire.answer())
+    for piece in range(times):
+        if answer.done():
+            break
+        await wire.send((BODY if piece == times - 1 else b"").rjust(num_bytes))
+        await asyncio.sleep(every_s)
+    result = await answer
+    await wire.close()
+    return result
+
+
+async def test_a_body_that_comes_at_twice_the_slowest_pace_is_read(server: Running) -> None:
+    with_body_limits(server, min_bytes_per_s=4000, pace_window_s=0.1)
+    assert (await trickle(server.port, 80, 0.01, 40)).status == 200  # for four times as long as the window
+
+
+async def test_a_body_that_comes_at_half_the_slowest_pace_is_408(server: Running) -> None:
+    with_body_limits(server, min_bytes_per_s=4000, pace_window_s=0.05)
+    answer = await trickle(server.port, 20, 0.01, 100)
+    assert told(answer) == (408, "request_timeout", True)
+    assert answer.error["message"] == "The body came at less than 4000 bytes a second. Send it again."
+
+
+async def test_a_fast_body_that_stops_is_408_after_the_window(server: Running) -> None:
+    with_body_limits(server, min_bytes_per_s=10, pace_window_s=0.1)
+    wire = await Wire.connect(server.port)
+    await wire.send(HEAD + b"Content-Length: 1000000\r\n\r\n" + b" " * 900_000)
+    begin_s = asyncio.get_running_loop().time()
+    assert told(await wire.answer()) == (408, "request_timeout", True)
+    assert 0.05 < asyncio.get_running_loop().time() - begin_s < 2
+    await wire.close()
+
+
+async def test_a_body_has_a_time_however_fast_it_comes(server: Running) -> None:
+    with_body_limits(server, timeout_s=0.1, min_bytes_per_s=1)
+    answer = await trickle(server.port, 1000, 0.01, 100)
+    assert told(answer) == (408, "request_timeout", True)
+    assert answer.error["message"] == "The body did not arrive within 0.1 s. Send it again."
+
+
+def test_the_pace_is_8_kib_a_second_over_5_seconds_unless_told_otherwise() -> None:
+    limits = BodyLimits(max_bytes=1, timeout_s=1)
+    assert (limits.min_bytes_per_s, limits.pace_window_s) == (8192, 5)
+    assert GatewayConfig(run_dir="x").min_body_bytes_per_s == 8192
+
+
+# --- what is in it ---
+
+
+async def test_2048_inputs_are_embedded_and_one_more_is_400(server: Running) -> None:
+    assert (await embed(server.port, {"input": ["w1"] * 2048})).status == 200
+    assert told(await embed(server.port, {"input": ["w1"] * 2049})) == (400, "too_many_inputs", False)
+
+
+async def test_a_request_of_as_many_tokens_as_allowed_is_embedded_and_one_more_is_400(serve: Serve) -> None:
+    running = await serve(max_request_tokens=12)
+    assert (await embed(running.port, {"input": ["w1 w2 w3 w4"] * 2})).status == 200
+    assert told(await embed(running.port, {"input": ["w1 w2 w3 w4", "w1 w2 w3 w4 w5"]}))[:2] == (400, "too_many_tokens")
+
+
+async def test_a_text_of_32_characters_a_token_is_tokenized_and_one_more_is_400(server: Running) -> None:
+    text = "w1".ljust(32 * MAX_TOKENS)
+    assert (await embed(server.port, {"input": text})).status == 200
+    assert told(await embed(server.port, {"input": text + " "})) == (400, "input_too_long", False)
+
+
+# --- how many at once ---
+
+
+@pytest.fixture
+def set_max_files() -> Iterator[Callable[[int], None]]:
+    """Set this process's limit on file descriptors; it is set back afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda number: resource.setrlimit(resource.RLIMIT_NOFILE, (number, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(("max_files", "expected"), [(10_000, 4096), (1024, 960), (65, 1), (10, 1)])
+def test_connections_stay_below_the_limit_on_file_descriptors(
+    set_max_files: Callable[[int], None], max_files: int, expected: int
+) -> None:
+    set_max_files(max_files)
+    number = _max_connections(GatewayConfig(run_dir="x"))
+    set_max_files(4096)
+    assert number == expected
+
+
+@pytest.mark.parametrize("source", ["gateway", "scheduler"])
+@pytest.mark.parametrize(
+    "given", ["w1", ["w1"], ["w1", "w2", "w3", "w4", "w5"]], ids=["a string", "a list of one", "a list of five"]
+)
+async def test_each_shape_of_input_gets_the_same_answer_at_the_limit_and_is_served_after_it(
+    serve: Serve, given: object, source: str
+) -> None:
+    running = await serve(max_concurrent_requests=2)
+    running.stub.gate.clear()
+    held = [asyncio.ensure_future(embed(running.port, {"input": "w1"})) for _ in range(2)]
+    while len(running.stub.submitted) < 2:
+        await asyncio.sleep(0.001)
+    if source == "scheduler":
+        running.stub.error = Overloaded("The queue is full.", retry_after_s=1)
+        running.stub.gate.set()
+        await asyncio.gather(*held)
+
+    refused = await embed(running.port, {"input": given})
+
+    assert told(refused) == (429, "overloaded", False)
+    assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("1", "1000")
+    running.stub.error = None
+    running.stub.gate.set()
+    await asyncio.gather(*held)
+    assert (await embed(running.port, {"input": given})).status == 200
+
+
+# --- what is said of them ---
+
+
+async def test_info_lists_every_limit(serve: Serve) -> None:
+    running = await serve(max_connections=7, write_timeout_s=9)
+    limits = (await ask(running.port, "GET", "/info")).json["limits"]
+    assert limits == {
+        "max_body_bytes": 16_777_216,
+        "max_body_chunks": 65_536,
+        "max_target_bytes": 4096,
+        "max_headers": 100,
+        "max_header_line_bytes": 16_384,
+        "max_header_bytes": 65_536,
+        "max_connections": 7,
+        "max_concurrent_requests": 4096,
+        "max_inputs": 2048,
+        "max_request_tokens": 1_000_000,
+        "max_rerank_documents": 1000,
+        "max_contextual_documents": 512,
+        "max_contextual_chunks": 16_000,
+        "max_contextual_tokens": 120_000,
+        "max_input_tokens": MAX_TOKENS,
+        "max_input_chars": 32 * MAX_TOKENS,
+        "header_timeout_ms": 10_000,
+        "body_timeout_ms": 30_000,
+        "min_body_bytes_per_s": 8192,
+        "write_timeout_ms": 9000,
+        "keepalive_timeout_ms": 75_000,
+        "default_timeout_ms": 60_000,
+        "max_timeout_ms": 600_000,
+        "auto_truncate": False,
+    }
+
+
+def test_the_readme_names_every_limit_that_info_does() -> None:
+    table = (
+        (Path(__file__).parent.parent.parent / "README.md")
+        .read_text()
+        .partition("### Limits")[2]
+        .partition("\n### ")[0]
+    )
+    first_column = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = set(re.findall(r"`(\w+)`", " ".join(first_column)))
+    config = GatewayConfig(run_dir="x")
+    info = Info(config, HttpLimits(1, 1, 1), BodyLimits(1, 1))
+    assert named == set(orjson.loads(info.render(None))["limits"]) - {"auto_truncate"}
