@@ -76,3 +76,30 @@ async def test_texts_of_megabytes_hold_up_neither_health_nor_short_texts(serve: 
     assert long_s < 10
     assert float(np.percentile(health_s, 99)) < 0.2
     assert max(short_s) < 2.0
+
+
+@pytest.mark.slow
+async def test_health_answers_at_once_while_every_tokenizer_thread_is_busy(serve: Serve, minilm: ModelFacts) -> None:
+    running = await serve(served=minilm, tokenizer_threads=2)
+    text = ("which words are there? " * 400)[: 32 * 256]  # as long as a text may be
+    body = {"input": [text] * 64, "truncate": True}
+    done = asyncio.Event()
+
+    async def saturate() -> int:
+        num_answered = 0
+        while not done.is_set():
+            assert (await embed(running.port, body)).status == 200
+            num_answered += 1
+        return num_answered
+
+    beside = [asyncio.create_task(saturate()) for _ in range(6)]
+    times_s = []
+    for _ in range(150):
+        began_s = time.perf_counter()
+        answer = await ask(running.port, "GET", "/health")
+        times_s.append(time.perf_counter() - began_s)
+        assert answer.status == 200
+        await asyncio.sleep(0.02)
+    done.set()
+    assert sum(await asyncio.gather(*beside)) >= 12  # they were at it all the while
+    assert float(np.percentile(times_s, 99)) < 0.5

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -273,6 +276,99 @@ async def _logged(log: Path, text: str) -> None:
     async with asyncio.timeout(20):
         while not (log.exists() and text in log.read_text()):
             await asyncio.sleep(0.01)
+
+
+async def test_made_up_names_leave_metrics_and_memory_as_they_were(
+    gateway: Callable[..., subprocess.Popen[str]],
+    listener: socket.socket,
+    scheduler: RunningScheduler,
+    facts: ModelFacts,
+    run_dir: str,
+) -> None:
+    worker = FakeWorker(run_dir, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS))
+    process = gateway(listener=listener)
+    port = port_of(listener)
+    await ready(port)
+
+    async def ask_for_made_up_names(wire: Wire, name: str) -> list[int]:
+        """One request of each kind, all with this name somewhere; their statuses."""
+        model = json.dumps({"input": "w1", "model": name}).encode()
+        user = json.dumps({"input": "w1", "user": name}).encode()
+        requests = (
+            request_bytes("POST", "/v1/embeddings", model),
+            request_bytes("POST", "/v1/embeddings", user, {"X-Request-Id": name, "X-" + name: name}),
+            request_bytes("GET", "/v1/models/" + name),
+            request_bytes("GET", "/" + name),
+            request_bytes("PROPFIND", "/health?" + name),
+        )
+        statuses = []
+        for sent in requests:
+            await wire.send(sent)
+            statuses.append((await wire.answer()).status)
+        return statuses
+
+    async def ask_with_a_made_up_method(name: str) -> int:
+        return (await ask(port, name, "/health")).status
+
+    async def state() -> tuple[int, int]:
+        """How many series /metrics has, and the process's memory in bytes."""
+        text = (await ask(port, "GET", "/metrics")).body.decode()
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        resident = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        assert resident is not None
+        return len(lines), int(resident[1]) * 1024
+
+    wire = await Wire.connect(port)
+    for index in range(100):
+        assert await ask_for_made_up_names(wire, f"warm-{index}") == [404, 200, 404, 404, 405]
+        assert await ask_with_a_made_up_method(f"WARM{index}") == 400
+    await state()
+    num_series, resident_bytes = await state()
+
+    for index in range(900):
+        await ask_for_made_up_names(wire, f"made-up-{index}")
+    for index in range(500):
+        await ask_with_a_made_up_method(f"MADEUP{index}")
+
+    num_series_after, resident_bytes_after = await state()
+    assert num_series > 30
+    assert num_series_after == num_series
+    assert resident_bytes_after - resident_bytes < 5_000_000
+    await wire.close()
+    worker.close()
+
+
+async def test_connections_beyond_the_file_table_are_refused_and_not_fatal(
+    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket
+) -> None:
+    port = port_of(listener)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, before[1]))
+    process = gateway(listener=listener)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (await ask(port, "GET", "/health")).status == 200
+
+    wires = [await Wire.connect(port) for _ in range(300)]
+    statuses = []
+    for wire in wires:
+        try:
+            await wire.send(request_bytes("GET", "/health"))
+            statuses.append((await wire.answer()).status)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            statuses.append(0)  # closed without the courtesy of an answer
+    for wire in wires:
+        await wire.close()
+
+    assert statuses[:64] == [200] * 64
+    assert set(statuses[64:]) <= {503, 0}
+    assert 503 in statuses
+    async with asyncio.timeout(5):
+        while (await ask(port, "GET", "/health")).status != 200:
+            await asyncio.sleep(0.02)
+    process.terminate()
+    assert await exit_status(process, 5) == 0
+    assert process.stderr is not None
+    assert "Too many open files" not in process.stderr.read()
 
 
 def _read_until(process: subprocess.Popen[str], text: str) -> None:
