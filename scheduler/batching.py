@@ -30,6 +30,7 @@ MAX_LOSSES = 3
 
 # Of the workers' time, while anything of the lane waits.
 SHARES = {"score": 0.2, "backfill": 0.1}
+_MOST_OWED_STEPS = 2  # of its own that a lane may be behind
 
 _SUSPECTS_AT_ONCE = 8
 
@@ -146,8 +147,8 @@ class BatchQueue:
         """Tokens that wait in this lane and in those above it: what a request that comes now has before it."""
         return sum(self._lanes[name].num_tokens for name in LANES[: LANES.index(lane) + 1])
 
-    def waiting(self) -> list[str]:
-        """The lanes in which something waits."""
+    def waiting_lanes(self) -> list[str]:
+        """Those in which something waits."""
         return [name for name, lane in self._lanes.items() if lane.heap]
 
     def push(self, part: Part) -> None:
@@ -226,22 +227,23 @@ class Shares:
     """
 
     def __init__(self) -> None:
-        self._owed = dict.fromkeys(SHARES, 0.0)
+        self._owed_ms = dict.fromkeys(SHARES, 0.0)
 
-    def first(self, costs: Mapping[str, float]) -> str:
-        """The lane to begin the next batch with. `costs`: of a step of each lane."""
-        due = [lane for lane, owed in self._owed.items() if owed >= costs[lane]]
-        return max(due, key=self._owed.__getitem__, default=LANES[0])
+    def first(self, costs_ms: Mapping[str, float]) -> str:
+        """The lane to begin the next batch with. `costs_ms`: of a step of each lane."""
+        due = [lane for lane, owed_ms in self._owed_ms.items() if owed_ms >= costs_ms[lane]]
+        return max(due, key=self._owed_ms.__getitem__, default=LANES[0])
 
-    def note(self, batch: list[Part], cost: float, waiting: Collection[str]) -> None:
-        """A batch of this cost will run. `waiting`: the lanes in which something did when it was formed."""
+    def note(self, batch: list[Part], ms: float, waiting: Collection[str], costs_ms: Mapping[str, float]) -> None:
+        """A batch that takes so long will run. `waiting`: the lanes in which something did when it was formed."""
         num_tokens = sum(part.num_tokens for part in batch)
         for lane, share in SHARES.items():
             if lane not in waiting:
-                self._owed[lane] = 0.0  # a share that was not wanted is not saved up
+                self._owed_ms[lane] = 0.0  # a share that was not wanted is not saved up
                 continue
             own = sum(part.num_tokens for part in batch if part.pending.request.lane == lane)
-            self._owed[lane] = max(0.0, self._owed[lane] + cost * (share - own / num_tokens))
+            owed_ms = self._owed_ms[lane] + ms * (share - own / num_tokens)
+            self._owed_ms[lane] = min(max(0.0, owed_ms), _MOST_OWED_STEPS * costs_ms[lane])
 
 
 def _sequences_at_once(losses: int) -> int:

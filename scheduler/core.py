@@ -111,15 +111,14 @@ class Scheduler:
         now_ns: int,
         latency_target_ms: int = 0,
     ) -> None:
-        """`latency_target_ms`: how long a step may take, so far as its sequences can be parted; 0: as workers say."""
+        """For `latency_target_ms` see Fleet."""
         self.epoch = epoch
         self._workers_total = workers_total
         self._admission = Admission(max_queue_ms)
-        self._latency_target_ms = latency_target_ms
         self._queue = BatchQueue()
         self._shares = Shares()
         self._arrived_ns = dict.fromkeys(LANES, now_ns - _PRESENT_NS)  # when something last came, by lane
-        self._fleet = Fleet(epoch)
+        self._fleet = Fleet(epoch, latency_target_ms)
         self._gateways: dict[bytes, _Gateway] = {}
         self._facts: ModelFacts | None = None
         self._metrics = metrics
@@ -211,7 +210,7 @@ class Scheduler:
         return self._take_actions(now_ns)
 
     def next_tick_ns(self) -> int:
-        free_ns = self._fleet.next_free_ns() if len(self._queue) else None
+        free_ns = self._fleet.next_free_ns(self._last_turn_ns) if len(self._queue) else None
         return self._next_ping_ns if free_ns is None else min(self._next_ping_ns, free_ns)
 
     def _note_time(self, now_ns: int) -> None:
@@ -451,14 +450,15 @@ class Scheduler:
         """Form a batch for every free slot, as long as something waits that is still in time."""
         for pending in self._queue.expired(now_ns):
             self._settle(pending, DeadlineExceeded("The deadline passed while the request waited for a worker."))
-        while (waiting := self._queue.waiting()) and (worker := self._next_worker(now_ns)) is not None:
+        while (waiting := self._queue.waiting_lanes()) and (worker := self._next_worker(now_ns)) is not None:
             budgets = self._budgets(worker, now_ns)
-            costs = {lane: _cost(worker, budgets[lane]) for lane in SHARES}
-            parts = self._queue.next_batch(budgets, max_rows(worker.facts), self._shares.first(costs))
+            costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or 0.0 for lane in SHARES}
+            parts = self._queue.next_batch(budgets, max_rows(worker.facts), self._shares.first(costs_ms))
             if not parts:
                 return
             num_tokens = sum(part.num_tokens for part in parts)
-            self._shares.note(parts, _cost(worker, num_tokens), waiting)
+            if (ms := self._fleet.step_ms(worker, num_tokens)) is not None:
+                self._shares.note(parts, ms, waiting, costs_ms)
             self._actions.append(ToWorker(worker.peer, self._fleet.assign(worker, parts, now_ns)))
             self._metrics.batch_tokens.observe(num_tokens)
             for part in parts:
@@ -470,28 +470,25 @@ class Scheduler:
         A second slot is filled as late as it can be, so that who comes meanwhile joins; but at once where that could
         change nothing, since nobody comes whom lanes below would have to wait for, or since the batch is full already.
         """
-        late = self._is_present(LANES[0], now_ns) and (
-            self._queue.tokens_before(LANES[0]) < max((w.facts.max_batch_tokens for w in self._fleet.all()), default=0)
+        num_tokens = self._queue.tokens_before("online")
+        late = self._is_present("online", now_ns) and any(
+            num_tokens < self._fleet.most_tokens(worker) for worker in self._fleet.all()
         )
         return self._fleet.free_worker(now_ns, late=late)
 
     def _budgets(self, worker: Worker, now_ns: int) -> dict[str, int]:
         """The tokens of a step that work of each lane may be part of."""
-        most = worker.facts.max_batch_tokens
-        if self._latency_target_ms:
-            most = worker.step_time.budget(self._latency_target_ms, TYPICAL_LENGTH, most)
-        small = most
-        if self._is_present("online", now_ns) or self._is_present("score", now_ns):
+        most = small = self._fleet.most_tokens(worker)
+        online, score = self._is_present("online", now_ns), self._is_present("score", now_ns)
+        if online or score:
             full_ms = worker.step_time.predict_ms(most, TYPICAL_LENGTH)
-            small = most if full_ms is None else worker.step_time.budget(full_ms / _PART_OF_STEP, TYPICAL_LENGTH, most)
-        return {
-            "online": most,
-            "score": small if self._is_present("online", now_ns) else most,
-            "backfill": small,
-        }
+            if full_ms is not None:
+                small = worker.step_time.budget(full_ms / _PART_OF_STEP, TYPICAL_LENGTH, most)
+        return {"online": most, "score": small if online else most, "backfill": small}
 
     def _is_present(self, lane: str, now_ns: int) -> bool:
-        return now_ns - self._arrived_ns[lane] < _PRESENT_NS
+        """Whether anybody waits there, or came a moment ago, so that others may come."""
+        return now_ns - self._arrived_ns[lane] < _PRESENT_NS or lane in self._queue.waiting_lanes()
 
     def _take_actions(self, now_ns: int) -> list[Action]:
         self._fill_slots(now_ns)
@@ -531,12 +528,6 @@ class Scheduler:
         # An idle fleet makes no progress, and needs none: count from the oldest batch that still runs.
         since_ns = max([self._last_progress_ns, *([min(b.sent_ns for b in running)] if running else [])])
         return now_ns - since_ns < allowed_ns
-
-
-def _cost(worker: Worker, num_tokens: int) -> float:
-    """Of a step, in milliseconds; in tokens, until something is known of times."""
-    ms = worker.step_time.predict_ms(num_tokens, TYPICAL_LENGTH)
-    return float(num_tokens) if ms is None else ms
 
 
 def version_refusal(version: int) -> Refuse:

@@ -43,7 +43,8 @@ _HANDOVER_SHARE = 0.05
 
 _MAX_SHORT_BEATS = 8  # two seconds
 
-# The longest that one batch may take. Flat, until step times are learned: then a stuck batch is noticed sooner.
+# The longest that one batch may take: generous, since a first step of its kind may compile for seconds. A worker gives
+# up by itself where it can see that it hangs.
 _MAX_STEP_NS = 30_000_000_000
 _MAX_STEP_TO_PREDICTED = 20
 
@@ -78,6 +79,11 @@ class Worker:
     def num_tokens(self) -> int:
         return sum(batch.num_tokens for batch in self.in_flight.values())
 
+    def busy_ns(self, now_ns: int) -> int:
+        """How long it will take for what it holds, as predicted."""
+        left_ns = sum(batch.predicted_ns for batch in self.in_flight.values())
+        return max(0, left_ns - (now_ns - self.running_since_ns)) if self.in_flight else 0
+
     def free_at_ns(self, *, late: bool) -> int | None:
         """From when on another batch may be sent; None while both slots are taken. `late`: not before it must be."""
         if len(self.in_flight) >= _CREDITS:
@@ -94,8 +100,10 @@ class BadResult(Exception):
 
 
 class Fleet:
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, latency_target_ms: int = 0) -> None:
+        """`latency_target_ms`: how long a step may take, so far as its sequences can be parted; 0: as workers say."""
         self._epoch = epoch
+        self._latency_target_ms = latency_target_ms
         self._workers: dict[bytes, Worker] = {}
         self._next_batch_id = 1
 
@@ -120,7 +128,7 @@ class Fleet:
         return sum(now_ns - worker.last_heard_ns < SUSPECT_NS for worker in self._workers.values())
 
     def free_worker(self, now_ns: int, *, late: bool) -> Worker | None:
-        """The worker with the least in its hands, if one has a free slot that may be filled now."""
+        """The worker that would begin soonest, of those with a free slot that may be filled now."""
         free = [
             worker
             for worker in self._workers.values()
@@ -128,23 +136,41 @@ class Fleet:
             and (free_at_ns := worker.free_at_ns(late=late)) is not None
             and free_at_ns <= now_ns
         ]
-        return min(free, key=lambda worker: (len(worker.in_flight), worker.num_tokens), default=None)
+        return min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens), default=None)
 
-    def next_free_ns(self) -> int | None:
+    def next_free_ns(self, now_ns: int) -> int | None:
         """When the first of the workers' slots that are kept open may be filled; None where none is."""
-        times_ns = [worker.free_at_ns(late=True) for worker in self._workers.values() if worker.in_flight]
+        heard = [worker for worker in self._workers.values() if now_ns - worker.last_heard_ns < SUSPECT_NS]
+        times_ns = [worker.free_at_ns(late=True) for worker in heard if worker.in_flight]
         return min((time_ns for time_ns in times_ns if time_ns is not None), default=None)
 
+    def most_tokens(self, worker: Worker) -> int:
+        """Of a step of this worker."""
+        most = worker.facts.max_batch_tokens
+        if not self._latency_target_ms:
+            return most
+        return worker.step_time.budget(self._latency_target_ms, TYPICAL_LENGTH, most)
+
+    def step_ms(self, worker: Worker, num_tokens: int) -> float | None:
+        """Milliseconds that a step of this worker will take, going by another one where it has done none yet."""
+        known = (other.step_time.predict_ms(num_tokens, TYPICAL_LENGTH) for other in (worker, *self._workers.values()))
+        return next((ms for ms in known if ms is not None), None)
+
     def wait_ms(self, num_tokens: int, now_ns: int) -> float | None:
-        """Milliseconds that the ready workers together take for so many queued tokens; None where none is known of."""
-        rates = []
+        """Milliseconds that the ready workers together take for so many queued tokens; None where nothing is known.
+
+        A worker that has done nothing yet counts as the mean of the others.
+        """
+        rates: list[float] = []  # in all of these tokens a millisecond
+        num_unknown = 0
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns < SUSPECT_NS:
-                ms = worker.step_time.queue_ms(num_tokens, worker.facts.max_batch_tokens, TYPICAL_LENGTH)
+                ms = worker.step_time.queue_ms(num_tokens, self.most_tokens(worker), TYPICAL_LENGTH)
                 if ms is None:
-                    return None
-                rates.append(1 / ms if ms else math.inf)
-        return 1 / sum(rates) if rates else None
+                    num_unknown += 1
+                else:
+                    rates.append(1 / ms if ms else math.inf)
+        return len(rates) / sum(rates) / (len(rates) + num_unknown) if rates else None
 
     def assign(self, worker: Worker, parts: list[Part], now_ns: int) -> Batch:
         """Pack parts into a batch and note that this worker holds it."""

@@ -3,11 +3,15 @@
 One model, several uses: how many tokens make a step of so many milliseconds, how long what waits will take, when the
 step that runs will end. Steps are sorted by their number of tokens, in cells a factor of √2 wide, and by their longest
 sequence, since attention grows with its square. A cell keeps the mean of its tokens and of its milliseconds, smoothed;
-between cells of one class of lengths a line leads from mean to mean, below the smallest a step costs what that one
-does, and above the largest it grows with the tokens.
+between cells of one class of lengths a line leads from mean to mean, and below the smallest a step costs what that one
+does. Above the largest, the nearest class that reaches so far says how time grows.
+
+A step that took far more or far less than its like tells nothing: it was stopped, or compiled something, or its end
+was noticed late and the next one's at once. Where three in a row do, things have changed, and they are believed.
 
 Rejected: one rate for all (a small step costs mostly what any step costs: 5 tokens 7 ms where 512 took 59); a formula
-fitted to all steps, which one odd region bends everywhere.
+fitted to all steps, which one odd region bends everywhere; a running maximum to keep the curve from falling, which one
+slow small step holds up for ever.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-# A smoothed mean follows a change within some ten steps, and one odd step does not sway it.
+# A smoothed mean follows a change within some ten steps, and one step does not sway it.
 _SMOOTHING = 0.1
 
-# What a single step can tell: one that took far longer than its like was stopped, or compiled something.
-_MOST_TIMES_EXPECTED = 3.0
+_ODD = 3.0  # times what was expected, or a part of it
+_ODD_STEPS = 3  # in a row that are believed
+
+# A step may cost so much more than the least that any step costs before it counts as a larger one.
+_SMALLEST_TIMES = 1.25
 
 # Bounds of the longest sequence, in tokens: below the first one attention is nothing beside the rest.
 _LENGTH_CLASSES = (256, 1024, 4096, 16_384)
@@ -33,36 +40,49 @@ class _Cell:
     num_tokens: float = 0.0
     ms: float = 0.0
     num_steps: int = 0
+    num_odd: int = 0  # in a row
 
-    def add(self, num_tokens: int, ms: float) -> None:
+    def add(self, num_tokens: int, ms: float, expected_ms: float | None) -> None:
+        """`expected_ms` is what the curve says, if anything."""
+        if expected_ms is not None and not expected_ms / _ODD <= ms <= expected_ms * _ODD:
+            self.num_odd += 1
+            if self.num_odd < _ODD_STEPS:
+                return
+            self.num_steps = 0
+        self.num_odd = 0
         self.num_steps += 1
         weight = max(_SMOOTHING, 1 / self.num_steps)
-        if self.num_steps > 1:
-            ms = min(ms, _MOST_TIMES_EXPECTED * self.ms)
-            if ms * _MOST_TIMES_EXPECTED < self.ms:
-                weight = max(weight, 0.5)  # what was believed until now came from such a step
         self.num_tokens += weight * (num_tokens - self.num_tokens)
         self.ms += weight * (ms - self.ms)
 
 
 @dataclass(slots=True)
 class _Curve:
-    """Milliseconds over tokens, of one class of lengths. Never falls: what would is noise, and would make no budget."""
+    """Milliseconds over tokens, of one class of lengths. It never falls: what would is noise, and no budget."""
 
     cells: dict[int, _Cell] = field(default_factory=dict)
     num_tokens: list[float] = field(default_factory=list)  # rising
     ms: list[float] = field(default_factory=list)  # never falling
 
     def add(self, num_tokens: int, ms: float) -> None:
-        self.cells.setdefault(_cell_of(num_tokens), _Cell()).add(num_tokens, ms)
-        self.num_tokens, self.ms = [], []
-        most = 0.0
-        for _, cell in sorted(self.cells.items()):
-            most = max(most, cell.ms)
-            self.num_tokens.append(cell.num_tokens)
-            self.ms.append(most)
+        cell = self.cells.setdefault(_cell_of(num_tokens), _Cell())
+        expected_ms: float | None = None
+        if cell.num_steps:
+            expected_ms = cell.ms
+        elif self.ms and self.num_tokens[0] <= num_tokens <= self.reach:
+            expected_ms = self.at(num_tokens)
+        cell.add(num_tokens, ms, expected_ms)
+        known = [cell for _, cell in sorted(self.cells.items()) if cell.num_steps]
+        self.num_tokens = [cell.num_tokens for cell in known]
+        self.ms = _never_falling([cell.ms for cell in known], [min(cell.num_steps, 10) for cell in known])
 
-    def at(self, num_tokens: int) -> float:
+    @property
+    def reach(self) -> float:
+        """Tokens of its largest steps."""
+        return self.num_tokens[-1]
+
+    def at(self, num_tokens: float) -> float:
+        """Above its reach, in proportion to the tokens."""
         index = bisect_left(self.num_tokens, num_tokens)
         if index == 0:
             return self.ms[0]
@@ -81,25 +101,29 @@ class StepTime:
 
     def observe(self, num_tokens: int, longest: int, step_us: int) -> None:
         """Learn from a step of so many tokens, `longest` of them in its longest sequence."""
-        self._curves.setdefault(bisect_left(_LENGTH_CLASSES, longest), _Curve()).add(num_tokens, step_us / 1000)
+        curve = self._curves.setdefault(bisect_left(_LENGTH_CLASSES, longest), _Curve())
+        curve.add(num_tokens, max(step_us, 1) / 1000)
 
     def predict_ms(self, num_tokens: int, longest: int) -> float | None:
         """Milliseconds that such a step will take; None before anything was observed."""
-        curve = self._curve(longest)
-        return None if curve is None else curve.at(num_tokens)
+        curves = self._nearest(longest)
+        return _predict(curves, num_tokens) if curves else None
 
     def budget(self, target_ms: float, longest: int, most: int) -> int:
         """The most tokens, at least 1 and at most `most`, of a step that takes no longer than `target_ms`.
 
-        `most` where nothing was observed.
+        Where any step takes longer, the most that cost hardly more than one does. `most` where nothing was observed.
         """
-        curve = self._curve(longest)
-        if curve is None or curve.at(most) <= target_ms:
+        curves = self._nearest(longest)
+        if not curves:
             return most
-        low, high = 1, most  # what takes no longer (or is the least there is), and what takes longer
+        target_ms = max(target_ms, _SMALLEST_TIMES * _predict(curves, 1))
+        if _predict(curves, most) <= target_ms:
+            return most
+        low, high = 1, most  # what takes no longer, and what takes longer
         while high - low > 1:
             middle = (low + high) // 2
-            if curve.at(middle) <= target_ms:
+            if _predict(curves, middle) <= target_ms:
                 low = middle
             else:
                 high = middle
@@ -107,19 +131,53 @@ class StepTime:
 
     def queue_ms(self, num_tokens: int, max_batch_tokens: int, longest: int) -> float | None:
         """Milliseconds for what waits, which runs in full batches; None before anything was observed."""
-        full_ms = self.predict_ms(max_batch_tokens, longest)
-        if full_ms is None:
+        curves = self._nearest(longest)
+        if not curves:
             return None
         batches, rest = divmod(num_tokens, max_batch_tokens)
-        return batches * full_ms + (self.predict_ms(rest, longest) or 0.0 if rest else 0.0)
+        rest_ms = _predict(curves, rest) if rest else 0.0
+        return batches * _predict(curves, max_batch_tokens) + rest_ms
 
-    def _curve(self, longest: int) -> _Curve | None:
-        """The curve of this class of lengths, or of the nearest one that anything is known of."""
+    def _nearest(self, longest: int) -> list[_Curve]:
+        """The curves that say anything, the one of this class of lengths first, then those of the classes beside it."""
         wanted = bisect_left(_LENGTH_CLASSES, longest)
-        if wanted in self._curves:
-            return self._curves[wanted]
-        nearest = min(self._curves, key=lambda found: (abs(found - wanted), found), default=None)
-        return None if nearest is None else self._curves[nearest]
+        found = sorted(self._curves.items(), key=lambda item: (abs(item[0] - wanted), item[0]))
+        return [curve for _, curve in found if curve.ms]
+
+
+def _predict(curves: list[_Curve], num_tokens: int) -> float:
+    """By the first curve, and above its reach by the next one that reaches so far, joined to it where it ends."""
+    curve = curves[0]
+    if num_tokens > curve.reach:
+        for other in curves[1:]:
+            if other.reach >= num_tokens:
+                return other.at(num_tokens) * curve.at(curve.reach) / other.at(curve.reach)
+        curve = max(curves, key=lambda found: found.reach)
+    return curve.at(num_tokens)
+
+
+def _never_falling(values: list[float], weights: list[int]) -> list[float]:
+    """The values, those that fall replaced by their weighted median: a slow small step moves no larger one.
+
+    Source: the pool-adjacent-violators algorithm (Ayer et al. 1955), for the least sum of absolute differences.
+    """
+    pools: list[list[tuple[float, int]]] = []
+    for value in zip(values, weights, strict=True):
+        pool = [value]
+        while pools and _median(pools[-1]) > _median(pool):
+            pool = pools.pop() + pool
+        pools.append(pool)
+    return [_median(pool) for pool in pools for _ in pool]
+
+
+def _median(weighted: list[tuple[float, int]]) -> float:
+    """Of values and their weights; of two in the middle the lower."""
+    half = sum(weight for _, weight in weighted) / 2
+    for value, weight in sorted(weighted):
+        half -= weight
+        if half <= 0:
+            return value
+    raise AssertionError("there is a value: this is a bug")
 
 
 def _cell_of(num_tokens: int) -> int:

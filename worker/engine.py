@@ -272,7 +272,7 @@ class Engine:
         steps = [[1], [3], [min(10, longest)], [1, min(30, longest), min(7, longest)], _full(budget, longest)]
         if self._device.type == "cuda":
             steps += [_full(1 << power, longest) for power in range(6, budget.bit_length())]
-            steps.append([min(8, longest)] * (budget // 8))  # many short ones have a kernel of their own
+            steps.append([min(8, longest)] * max(1, budget // 8))  # many short ones have a kernel of their own
         s_per_token = 0.0
         for lengths in (step[:most_rows] for step in steps):
             if time.monotonic() + s_per_token * sum(lengths) > deadline_s:

@@ -6,7 +6,8 @@
 `fetch` and `publish` are kernels (`worker.kernels.step`), a step's first and its last, so that a captured step is one
 launch: what the launching thread does for a step is what the device waits for between two steps. A graph is captured
 once and runs on any slot. So slots take turns: the kernels count on the device what the host counts here, and an error
-between the two kernels sets the device's count right again. That is why every step, however it is launched, has both.
+between the two kernels sets the device's count right again. That is why every step, however it is launched, has both or
+ends in `give_back`.
 
 A slot is on loan to a step from its launch until its rows were read, so a buffer is never written while something reads
 it: its pinned input was read before there were rows. The output's copy to the host is on a stream of its own, and it is
@@ -145,16 +146,15 @@ class Staging:
             try:
                 num_bytes = FLAG_BYTES + width()
                 torch.cuda.set_device(self._device)  # a thread of its own starts out at device 0
-                rows = slot.device_output[: num_rows * self._row_bytes].view(num_rows, self._row_bytes)
-                wanted = rows[:, :num_bytes]
-                host = slot.pinned_output[: wanted.numel()].view(wanted.shape)
+                # Whole rows, and cut on the host: torch would make room on the device to cut them there.
+                size = num_rows * self._row_bytes
                 with torch.cuda.stream(self._copy_stream):
                     slot.launched.wait()
-                    host.copy_(wanted, non_blocking=True)
+                    slot.pinned_output[:size].copy_(slot.device_output[:size], non_blocking=True)
                     slot.copied.record()
                 slot.copied.synchronize()
-                copied = host.numpy()
-                return Rows(copied[:, FLAG_BYTES:].copy(), copied[:, 0].copy())
+                rows = slot.pinned_output[:size].numpy().reshape(num_rows, self._row_bytes)
+                return Rows(rows[:, FLAG_BYTES:num_bytes].copy(), rows[:, 0].copy())
             finally:
                 slot.free.release()
 

@@ -141,7 +141,7 @@ def test_what_is_left_of_a_budget_goes_to_the_lanes_below() -> None:
     for arrival, lane in enumerate(["backfill", "score", "online"]):
         queue.push(whole(make_pending(arrival, [5, 5], lane=lane)))
     assert shape(queue.next_batch(25, 1000)) == [(2, 0, 2), (1, 0, 2), (0, 0, 1)]
-    assert queue.waiting() == ["backfill"]
+    assert queue.waiting_lanes() == ["backfill"]
 
 
 def test_a_lane_below_may_have_less_of_a_batch() -> None:
@@ -172,18 +172,29 @@ def test_tokens_before_a_lane_are_those_of_it_and_of_the_lanes_above() -> None:
 def test_a_share_that_nobody_wanted_is_not_saved_up() -> None:
     shares = Shares()
     online = [whole(make_pending(1, [10]))]
-    costs = {"score": 5.0, "backfill": 5.0}
+    costs_ms = {"score": 5.0, "backfill": 5.0}
     for _ in range(100):
-        shares.note(online, 1.0, ["online"])
-    assert shares.first(costs) == "online"
+        shares.note(online, 1.0, ["online"], costs_ms)
+    assert shares.first(costs_ms) == "online"
     for _ in range(49):
-        shares.note(online, 1.0, ["online", "backfill"])
-    assert shares.first(costs) == "online"
+        shares.note(online, 1.0, ["online", "backfill"], costs_ms)
+    assert shares.first(costs_ms) == "online"
     for _ in range(2):
-        shares.note(online, 1.0, ["online", "backfill"])
-    assert shares.first(costs) == "backfill"
-    shares.note([whole(make_pending(2, [10], lane="backfill"))], 5.0, ["online", "backfill"])
-    assert shares.first(costs) == "online"
+        shares.note(online, 1.0, ["online", "backfill"], costs_ms)
+    assert shares.first(costs_ms) == "backfill"
+    shares.note([whole(make_pending(2, [10], lane="backfill"))], 5.0, ["online", "backfill"], costs_ms)
+    assert shares.first(costs_ms) == "online"
+
+
+def test_a_lane_is_owed_no_more_than_two_of_its_steps() -> None:
+    shares = Shares()
+    costs_ms = {"score": 5.0, "backfill": 5.0}
+    shares.note([whole(make_pending(1, [10]))], 10_000.0, ["online", "backfill"], costs_ms)
+    backfill = [whole(make_pending(2, [10], lane="backfill"))]
+    for _ in range(2):
+        assert shares.first(costs_ms) == "backfill"
+        shares.note(backfill, 5.0, ["online", "backfill"], costs_ms)
+    assert shares.first(costs_ms) == "online"
 
 
 def test_settled_requests_are_not_run_and_not_counted_after_pruning() -> None:

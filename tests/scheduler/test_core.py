@@ -926,3 +926,76 @@ def test_a_latency_target_makes_steps_smaller(metrics: Metrics) -> None:
     rig.request(1, *[[1] * 4] * 30)
     sizes = [len(batch.token_ids) for batch in rig.take(Batch)]
     assert sizes[0] == 32
+
+
+def test_work_goes_to_workers_by_how_fast_they_are(rig: Rig) -> None:
+    rig.hello(b"w1")
+    ms_per_token = {b"w0": 1, b"w1": 3}
+    done_tokens = {b"w0": 0, b"w1": 0}
+    rig.request(1, *[[1] * 4] * 3000, lane="backfill")
+    running: dict[bytes, list[Batch]] = {b"w0": [], b"w1": []}
+    ends_ns: dict[bytes, int] = {}
+    while sum(done_tokens.values()) < 10_000:
+        for peer, held in running.items():
+            held += rig.take(Batch, peer)
+            if held:
+                ends_ns.setdefault(peer, rig.now_ns + len(held[0].token_ids) * ms_per_token[peer] * MS)
+        peer = min(ends_ns, key=ends_ns.__getitem__)
+        rig.now_ns = max(rig.now_ns, ends_ns.pop(peer))
+        batch = running[peer].pop(0)
+        done_tokens[peer] += len(batch.token_ids)
+        rig.worker(Beat(EPOCH, 2), b"w0")
+        rig.worker(Beat(EPOCH, 2), b"w1")
+        rig.finish(batch, peer, step_us=len(batch.token_ids) * ms_per_token[peer] * 1000)
+    assert done_tokens[b"w0"] / done_tokens[b"w1"] == pytest.approx(3, rel=0.05)
+
+
+def test_who_waits_online_is_present_however_long_ago_he_came(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, *[[1] * 4] * 400)
+    rig.request(2, *[[2] * 4] * 400, lane="backfill")
+    batches = rig.take(Batch)
+    for _ in range(20):  # 1.3 seconds
+        batch = batches.pop(0)
+        run(rig, batch, len(batch.token_ids))
+        batches += rig.take(Batch)
+    below = [int((batch.token_ids == 2).sum()) for batch in batches]
+    assert max(below) <= 24
+
+
+def test_a_worker_that_has_done_nothing_yet_refuses_nobody(rig: Rig) -> None:
+    learn(rig)
+    rig.hello(b"w1")
+    for request_id in range(1, 40):
+        rig.request(request_id, *[[2] * 50] * 8)
+    assert rig.take(Failure) == []
+
+
+def test_a_worker_that_joins_does_not_turn_the_lanes_round(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, *[[2] * 4] * 1000, lane="backfill")
+    rig.request(2, *[[1] * 4] * 5000)
+    rig.hello(b"w1")
+    below = total = 0
+    batches = {peer: rig.take(Batch, peer) for peer in (b"w0", b"w1")}
+    for turn in range(120):
+        peer = (b"w0", b"w1")[turn % 2]
+        batch = batches[peer].pop(0)
+        below += int((batch.token_ids == 2).sum())
+        total += len(batch.token_ids)
+        rig.tick(len(batch.token_ids) // 2 * MS)
+        for name in (b"w0", b"w1"):
+            rig.worker(Beat(EPOCH, 2), name)
+        rig.finish(batch, peer, step_us=len(batch.token_ids) * 1000)
+        for name, held in batches.items():
+            held += rig.take(Batch, name)
+    assert below / total == pytest.approx(0.1, abs=0.03)
+
+
+def test_nothing_is_polled_for_a_worker_that_is_silent(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 60)
+    rig.take(Batch)
+    rig.request(2, [2] * 5)
+    rig.tick(1200 * MS)
+    assert rig.core.next_tick_ns() > rig.now_ns

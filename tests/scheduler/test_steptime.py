@@ -58,10 +58,49 @@ def test_a_change_is_followed_within_some_ten_steps() -> None:
     assert model.predict_ms(512, 20) == pytest.approx(100, rel=0.03)
 
 
-def test_one_step_that_was_stopped_sways_nothing() -> None:
+@pytest.mark.parametrize("odd_ms", [30_000, 0.04])
+def test_one_step_that_was_stopped_or_noticed_late_sways_nothing(odd_ms: float) -> None:
     model = learned(*[(512, 20, 50.0)] * 20)
-    model.observe(512, 20, 30_000_000)
-    assert model.predict_ms(512, 20) == pytest.approx(60)
+    for _ in range(2):
+        model.observe(512, 20, round(odd_ms * 1000))
+    assert model.predict_ms(512, 20) == pytest.approx(50)
+
+
+def test_what_changes_all_at_once_is_believed_after_three_steps() -> None:
+    model = learned(*[(512, 20, 50.0)] * 20)
+    for _ in range(3):
+        model.observe(512, 20, 500_000)
+    assert model.predict_ms(512, 20) == pytest.approx(500)
+
+
+def test_a_first_step_that_compiled_something_is_forgotten_after_three_others() -> None:
+    model = learned((512, 20, 5000), *[(512, 20, 10.0)] * 3)
+    assert model.predict_ms(512, 20) == pytest.approx(10)
+
+
+def test_a_first_step_of_its_size_that_the_curve_contradicts_is_not_believed() -> None:
+    model = learned(*[(64, 20, 7.0)] * 5, *[(512, 20, 60.0)] * 5, (256, 20, 5000))
+    assert model.predict_ms(256, 20) == pytest.approx(30, rel=0.05)
+
+
+def test_one_slow_small_step_holds_up_no_larger_one() -> None:
+    model = learned((6, 6, 3000), *[(500, 20, 10.0)] * 300)
+    assert model.predict_ms(500, 20) == pytest.approx(10)
+    assert model.predict_ms(6, 6) == pytest.approx(10)
+
+
+def test_a_step_of_no_time_at_all_does_not_stop_the_learning() -> None:
+    model = learned((512, 20, 0.0), *[(512, 20, 10.0)] * 3)
+    assert model.predict_ms(512, 20) == pytest.approx(10)
+
+
+def test_above_what_a_class_of_lengths_has_seen_its_neighbour_says_how_time_grows() -> None:
+    documents = [(310, 310, 1.5), (4096, 310, 8.0), (16_384, 310, 28.0)]
+    model = learned(*documents * 3, (6, 6, 1.3))
+    predicted = model.predict_ms(16_384, 20)
+    assert predicted is not None
+    assert 20 <= predicted <= 30
+    assert model.budget(10, 20, 16_384) > 3000
 
 
 def test_a_larger_step_is_never_predicted_to_be_quicker() -> None:
@@ -74,7 +113,12 @@ def test_a_budget_is_the_most_tokens_that_take_no_longer() -> None:
     model = learned((100, 20, 10), (500, 20, 50))
     assert model.budget(30, 20, 512) == 300
     assert model.budget(60, 20, 512) == 512
-    assert model.budget(1, 20, 512) == 1
+
+
+def test_a_budget_is_never_smaller_than_what_hardly_costs_more_than_one_token() -> None:
+    model = learned((64, 20, 4.5), (512, 20, 10))
+    assert 64 <= model.budget(1, 20, 512) <= 200
+    assert learned((64, 20, 9), (512, 20, 10)).budget(3, 20, 512) == 512
 
 
 def test_what_waits_is_counted_in_full_steps_and_a_rest() -> None:
