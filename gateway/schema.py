@@ -49,10 +49,19 @@ _WORDS = {
 }
 
 _ORGANISATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/")
-_EXPECTED = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `[^`]*`)?(?: - at `\$\.(.*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(\w+)`(?: - at `\$\.(.*)`)?")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)` - at `\$\.([^`]*)`", re.DOTALL)
-_BAD_CHOICE = re.compile(r"Invalid enum value .* - at `\$\.(.*)`", re.DOTALL)
+# msgspec's messages. A place is made of our names, `[3]` and, in a mapping, `[...]`; what a client sent comes before.
+_PLACE = r" - at `\$\.([\w.\[\]]+)`"
+_EXPECTED = re.compile(r"Expected `([\w |]+)`( [^`]+)?(?:, got `\w+`)?" + _PLACE)
+_MISSING = re.compile(rf"Object missing required field `(\w+)`(?:{_PLACE})?")
+_BAD_CHOICE = re.compile(r"Invalid enum value .*" + _PLACE, re.DOTALL)
+_UNKNOWN_INSIDE = re.compile(r"Object contains unknown field `(.*)`" + _PLACE, re.DOTALL)
+_OTHER = re.compile(r".*" + _PLACE, re.DOTALL)
+_STEP = re.compile(r"([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")  # of a place
+
+# The code of what is said after the type that was expected; a length is no number that was sent.
+_CODES = {"of": "invalid_type", "matching": "invalid_value"}
+
+_WHOLE_NUMBER = re.compile(r"-?\d+(?![\d.eE])")
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +93,8 @@ def parse_object(body: bytes) -> Fields:
     """The JSON object of a body.
 
     Raises:
-        InvalidRequest: invalid_json, json_too_deep, invalid_unicode, or invalid_type where it is not an object.
+        InvalidRequest: invalid_json, json_too_deep, invalid_unicode, out_of_range (a whole number that no float holds),
+            or invalid_type where it is not an object.
     """
     try:
         value = orjson.loads(body)
@@ -206,7 +216,7 @@ def wrong_type(name: str, wanted: str) -> InvalidRequest:
 
 
 def _unknown_field(name: str, within: str = "") -> InvalidRequest:
-    shown = within + name if name.isprintable() and len(name) <= _MAX_NAME_CHARS else None
+    shown = within + name if name.isprintable() and 0 < len(name) <= _MAX_NAME_CHARS else None
     return InvalidRequest(
         f"There is no field {shown}. Check its spelling." if shown else "A field's name is not one we know.",
         param=shown,
@@ -222,55 +232,56 @@ def _mismatch(message: str, fields: Fields, body: type[msgspec.Struct]) -> Inval
     if found := _MISSING.fullmatch(message):
         name = f"{found[2]}.{found[1]}" if found[2] else found[1]
         return InvalidRequest(f"{name} is missing.", param=name, code="invalid_type")
-    if found := _UNKNOWN.fullmatch(message):
-        return _unknown_field(found[1], f"{found[2]}.")
     if found := _BAD_CHOICE.fullmatch(message):
         name = found[1]
-        choices = ", ".join(sorted(_choices(body, name)))
-        return InvalidRequest(f"{name} must be one of: {choices}.", param=name)
+        return InvalidRequest(f"{name} must be one of: {', '.join(_choices(body, name))}.", param=name)
+    if found := _UNKNOWN_INSIDE.fullmatch(message):
+        return _unknown_field(found[1], f"{found[2]}.")
     if found := _EXPECTED.fullmatch(message):
-        types, bound, name = found[1], found[2].strip(), found[3]
+        types, bound, name = found[1], found[2], found[3]
         if bound:
-            # A length is no number that was sent: a text of that many characters is no `user`, say.
-            code = "invalid_type" if bound.startswith("of length") else "out_of_range"
-            return InvalidRequest(f"{name} must be {_words(types)} {bound}.", param=name, code=code)
-        value = fields.get(name)
+            code = _CODES.get(bound.split()[0], "out_of_range")
+            return InvalidRequest(f"{name} must be {_words(types)}{bound}.", param=name, code=code)
+        value = _value_at(fields, name)
         if "int" in types.split(" | ") and type(value) is float and math.fabs(value) >= _BEYOND_INTEGERS:
             return InvalidRequest(f"{name} is too large.", param=name, code="out_of_range")
         return wrong_type(name, _words(types))
-    # Whatever else it is, the place at its end is made of our names.
-    _, _, place = message.rpartition(" - at `$.")
-    name = place.removesuffix("`") or None
-    return InvalidRequest(f"{name or 'The body'} is not what this route takes.", param=name, code="invalid_type")
+    other = _OTHER.fullmatch(message)
+    name = "The body" if other is None else other[1]
+    return InvalidRequest(
+        f"{name} is not what this route takes.", param=None if other is None else name, code="invalid_type"
+    )
 
 
 def _words(types: str) -> str:
     return " or ".join(_WORDS.get(name, name) for name in types.split(" | ") if name != "null")
 
 
-def _choices(body: type[msgspec.Struct], path: str) -> list[str]:
-    """The values that the field at a path allows. (Paths lead through objects; of lists, none holds an object.)"""
-    annotation: object = body
-    for name in path.partition("[")[0].split("."):
-        struct = _struct_of(annotation)
-        assert struct is not None, "a path goes on in an object alone"
-        annotation = get_type_hints(struct)[name]
-    return _literals(annotation)
+def _value_at(fields: Fields, place: str) -> object:
+    """What a client sent there; None in a mapping, whose keys a place does not name."""
+    value: Any = fields
+    for name, index in _STEP.findall(place):
+        if index == "...":
+            return None
+        value = value[name] if name else value[int(index)]
+    return value
 
 
-def _struct_of(annotation: object) -> type[msgspec.Struct] | None:
-    """The Struct that a field is, or may be."""
-    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-        return annotation
-    return next(filter(None, map(_struct_of, get_args(annotation))), None)
+def _choices(body: type[msgspec.Struct], place: str) -> list[str]:
+    """The values that a field allows, in order."""
+    annotation: Any = body
+    for name, _ in _STEP.findall(place):
+        if name:
+            structs = (found for found in _leaves(annotation) if isinstance(found, type))
+            struct = next(found for found in structs if issubclass(found, msgspec.Struct))
+            annotation = get_type_hints(struct)[name]
+    return sorted(str(found) for found in _leaves(annotation) if isinstance(found, str | int))
 
 
-def _literals(annotation: object) -> list[str]:
-    return [
-        value
-        for argument in get_args(annotation)
-        for value in ([argument] if isinstance(argument, str) else _literals(argument))
-    ]
+def _leaves(annotation: object) -> list[object]:
+    """The types and values that a type is made of: of `list[Item] | Literal["a"] | None` Item, "a" and None's type."""
+    arguments = get_args(annotation)
+    return [leaf for argument in arguments for leaf in _leaves(argument)] if arguments else [annotation]
 
 
 def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:
@@ -282,4 +293,7 @@ def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:
         )
     if "depth limit" in error.msg:
         return InvalidRequest("The body is nested too deep.", code="json_too_deep")
+    if "infinity" in error.msg and _WHOLE_NUMBER.match(error.doc, error.pos):
+        # JSON's grammar bounds no number; one with a fraction or an exponent that no float holds is another matter.
+        return InvalidRequest(f"The whole number at character {error.pos} is too large.", code="out_of_range")
     return InvalidRequest(f"The body is not JSON in UTF-8: {error.msg} (character {error.pos}).", code="invalid_json")

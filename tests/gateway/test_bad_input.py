@@ -90,7 +90,7 @@ BODIES = [
     body("6 Infinity", b'{"input":"w1","dimensions":Infinity}', 400, "invalid_json"),
     body("6 1e999", b'{"input":"w1","priority":1e999}', 400, "invalid_json"),
     body("7 25 digits", b'{"input":"w1","dimensions":' + b"1" * 25 + b"}", 400, "out_of_range", "dimensions"),
-    body("7 5000 digits", b'{"input":"w1","dimensions":' + b"1" * 5000 + b"}", 400, "invalid_json"),
+    body("7 5000 digits", b'{"input":"w1","dimensions":' + b"1" * 5000 + b"}", 400, "out_of_range"),
     body("8 lone high", rb'{"input":"\ud800"}', 400, "invalid_unicode"),
     body("8 lone low", rb'{"input":"ok \udc00"}', 400, "invalid_unicode"),
     body("8 pair broken", rb'{"input":["w1","\ud83d\u0041"]}', 400, "invalid_unicode"),
