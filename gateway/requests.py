@@ -32,9 +32,11 @@ from gateway.schema import (
     too_many_inputs,
     typed,
     unsupported,
+    wrong_type,
 )
 
 B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
 
 # What a text is for, in the words of Cohere's and Voyage's clients, and what checkpoints call the prompt for it, the
 # first of which that there is goes before the text.
@@ -281,16 +283,15 @@ def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = F
     if len(value) > max_inputs:
         raise too_many_inputs(name, len(value), max_inputs)
     if type(first) is list:
+        if partial:
+            good_ids, places, failures = _good_ones(value, name_of, lambda ids, name: _check_ids(ids, name, name_of(0)))
+            return Inputs([], good_ids, name_of, places, failures, name)
         for index, ids in enumerate(value):
-            if type(ids) is not list:
-                raise InvalidRequest(
-                    f"{name}[{index}] must be a list of token ids, as {name}[0] is.",
-                    param=f"{name}[{index}]",
-                    code="invalid_type",
-                )
+            _check_ids(ids, name_of(index), name_of(0))
         return Inputs([], value, name_of, range(len(value)), list_name=name)
     if partial:
-        return _good_texts(value, name, name_of)
+        good_texts, places, failures = _good_ones(value, name_of, check_text)
+        return Inputs(good_texts, [], name_of, places, failures, name)
     if type(first) is not str:
         raise InvalidRequest(
             f"{name}[0] must be a string, a token id or a list of token ids.", param=f"{name}[0]", code="invalid_type"
@@ -337,17 +338,26 @@ def parse_prompt(
     return prompt
 
 
-def _good_texts(values: list[object], name: str, name_of: NameOf) -> Inputs:
-    texts: list[str] = []
+def _check_ids(value: object, name: str, first_name: str) -> list[object]:
+    if type(value) is not list:
+        raise wrong_type(name, f"a list of token ids, as {first_name} is")
+    return value
+
+
+def _good_ones(
+    values: list[object], name_of: NameOf, check: Callable[[object, str], T]
+) -> tuple[list[T], list[int], dict[int, InvalidRequest]]:
+    """What passes the check, its places, and what is wrong with the others. Raises the first error if none passes."""
+    good: list[T] = []
     places: list[int] = []
     failures: dict[int, InvalidRequest] = {}
     for place, value in enumerate(values):
         try:
-            texts.append(check_text(value, name_of(place)))
+            good.append(check(value, name_of(place)))
         except InvalidRequest as error:
             failures[place] = error
         else:
             places.append(place)
-    if not texts:
+    if not good:
         raise failures[0]
-    return Inputs(texts, [], name_of, places, failures, name)
+    return good, places, failures
