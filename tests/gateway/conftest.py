@@ -161,6 +161,49 @@ def with_tokenizer(facts: ModelFacts, tokenizer: Tokenizer, folder: Path, **chan
     return dataclasses.replace(facts, folder=str(folder), tokenizer_sha256=digest, **changes)
 
 
+@pytest.fixture(scope="session")
+def scoring(facts: ModelFacts, tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
+    """A cross-encoder with the same words: [CLS] query [SEP] document [SEP], the document's part of type 1."""
+    tokenizer = Tokenizer.from_file(f"{facts.folder}/tokenizer.json")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return with_tokenizer(
+        facts,
+        tokenizer,
+        tmp_path_factory.mktemp("scoring"),
+        dimensions=1,
+        normalize=False,
+        tasks=["score"],
+        num_labels=1,
+        score_activation="sigmoid",
+        pair_template="pair",
+        has_token_types=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def answering(facts: ModelFacts, tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
+    """A reranker with a template and an instruction; most of the template's words are unknown to its vocabulary."""
+    tokenizer = Tokenizer.from_file(f"{facts.folder}/tokenizer.json")
+    tokenizer.post_processor = processors.Sequence([])
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return with_tokenizer(
+        facts,
+        tokenizer,
+        tmp_path_factory.mktemp("answering"),
+        dimensions=1,
+        max_tokens=80,
+        vocab_size=tokenizer.get_vocab_size(),
+        tasks=["score"],
+        num_labels=1,
+        score_activation="sigmoid",
+        pair_template="qwen3-reranker",
+        instruction="w20",
+    )
+
+
 @pytest.fixture
 async def serve(facts: ModelFacts, metrics: Metrics, run_dir: str) -> AsyncIterator[Serve]:
     """Starts gateways: `await serve(max_inputs=3)` gives one with its configuration changed so."""

@@ -10,14 +10,13 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, processors
 
 from common.errors import NonfiniteOutput
 from common.metrics import Metrics
 from common.protocol import ModelFacts
 from gateway.app import Gateway
 from gateway.formats import scores_of
-from tests.gateway.conftest import MAX_TOKENS, Running, Serve, with_tokenizer
+from tests.gateway.conftest import MAX_TOKENS, Running, Serve
 from tests.gateway.wire import Answer, Wire, ask, request_bytes
 
 QUERY_AND_TWO = {"query": "w1", "documents": ["w5", "w6 w7"]}
@@ -25,49 +24,6 @@ MAX_INPUTS = 20
 MAX_REQUEST_TOKENS = 299
 
 Served = Callable[..., Awaitable[Running]]
-
-
-@pytest.fixture(scope="module")
-def scoring(facts: ModelFacts, tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
-    """A cross-encoder with the same words: [CLS] query [SEP] document [SEP], the document's part of type 1."""
-    tokenizer = Tokenizer.from_file(f"{facts.folder}/tokenizer.json")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    return with_tokenizer(
-        facts,
-        tokenizer,
-        tmp_path_factory.mktemp("scoring"),
-        dimensions=1,
-        normalize=False,
-        tasks=["score"],
-        num_labels=1,
-        score_activation="sigmoid",
-        pair_template="pair",
-        has_token_types=True,
-    )
-
-
-@pytest.fixture(scope="module")
-def answering(facts: ModelFacts, tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
-    """A reranker with a template and an instruction; most of the template's words are unknown to its vocabulary."""
-    tokenizer = Tokenizer.from_file(f"{facts.folder}/tokenizer.json")
-    tokenizer.post_processor = processors.Sequence([])
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.add_tokens(["<think>", "</think>"])
-    return with_tokenizer(
-        facts,
-        tokenizer,
-        tmp_path_factory.mktemp("answering"),
-        dimensions=1,
-        max_tokens=80,
-        vocab_size=tokenizer.get_vocab_size(),
-        tasks=["score"],
-        num_labels=1,
-        score_activation="sigmoid",
-        pair_template="qwen3-reranker",
-        instruction="w20",
-    )
 
 
 @pytest.fixture
