@@ -46,6 +46,7 @@ _QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
     ("/v1/models/{id}", "The same by its name", ModelCard, (404, 503)),
     ("/info", "Facts of the model, versions and limits", Info, ()),
     ("/metrics", "Prometheus metrics of all processes together", None, ()),
+    ("/openapi.json", "This document", dict[str, Any], ()),
 )
 
 

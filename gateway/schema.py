@@ -69,7 +69,10 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: Annotated[
         str | UnsetType,
-        Meta(description="The served name, with or without its organisation; left out, the model that is served."),
+        Meta(
+            description="The served name, with or without its organisation; left out, the model that is served.",
+            extra_json_schema={"minLength": 1},
+        ),
     ] = UNSET
     lane: Annotated[
         Literal["online", "score", "backfill"] | None,
@@ -78,7 +81,9 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "`score` for scores, else `online`."
         ),
     ] = None
-    stream: Annotated[bool | None, Meta(description="Nothing is streamed: only false.")] = None
+    stream: Annotated[
+        bool | None, Meta(description="Nothing is streamed: only false.", extra_json_schema={"enum": [False, None]})
+    ] = None
     user: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="Says nothing here.")] = None
     metadata: Annotated[Any, Meta(description="Accepted and not read.")] = None
     priority: Annotated[Any, Meta(description="Accepted and not read.")] = None

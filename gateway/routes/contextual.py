@@ -59,7 +59,12 @@ class ContextualBody(Body, kw_only=True):
     ] = None
     dimensions: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="As of /v1/embeddings.")] = None
     normalize: Annotated[bool | None, Meta(description="As of /v1/embeddings.")] = None
-    truncate: Annotated[bool | None, Meta(description="Only false: a chunk that is cut off has no vector.")] = None
+    truncate: Annotated[
+        bool | None,
+        Meta(
+            description="Only false: a chunk that is cut off has no vector.", extra_json_schema={"enum": [False, None]}
+        ),
+    ] = None
 
 
 class ChunkEmbedding(msgspec.Struct):

@@ -95,7 +95,7 @@ class RerankBody(PairsBody, kw_only=True):
     max_tokens_per_doc: Annotated[
         Annotated[int, Meta(ge=1, le=2**31 - 1)] | None, Meta(description="Of each document so many tokens are read.")
     ] = None
-    rank_fields: Annotated[Any, Meta(description='Only ["text"].')] = None
+    rank_fields: Annotated[Any, Meta(description='Only ["text"].', extra_json_schema={"enum": [["text"], None]})] = None
     max_chunks_per_doc: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
     relevant_spans: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
 
