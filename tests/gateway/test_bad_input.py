@@ -20,6 +20,7 @@ from common.config import GatewayConfig
 from common.metrics import Metrics
 from common.protocol import Batch, BatchFailed, Message, ModelFacts, Result
 from gateway.app import Gateway
+from gateway.auth import KeyCheck, known_keys
 from gateway.client import SchedulerClient
 from tests.fakes import DIMENSIONS as ORACLE_DIMENSIONS
 from tests.fakes import FakeWorker, RunningScheduler, oracle_result
@@ -103,8 +104,6 @@ class Stage:
         return scene
 
     async def keys(self) -> Scene:
-        from gateway.auth import KeyCheck, known_keys
-
         file = self.tmp_path / "keys"
         file.touch(0o600)
         file.write_text("sesame\nnightly lane=backfill\nsmall tokens_per_minute=4\n")
@@ -339,7 +338,9 @@ def check_answer(case: Case, answer: Answer) -> None:
 
 
 def check_error(case: Case, answer: Answer) -> None:
+    assert answer.json.keys() == {"error", "detail"}
     assert answer.error.keys() == {"message", "type", "param", "code"}
+    assert answer.json["detail"] == answer.error["message"]
     assert (answer.error["type"], answer.error["code"], answer.error["param"]) == (case.type, case.code, case.param)
     assert answer.headers["content-type"] == "application/json"
     # 429 and 503 say when; the rest of these a client may try again at once.
