@@ -15,10 +15,10 @@ scheduler sends it as a `Failure` message (`protocol.py`) and `from_wire` makes 
     ├── Overloaded            429  overloaded: the queue is full
     ├── RateLimited           429  rate_limit_exceeded: the key's own share of tokens is used up
     ├── InternalError         500  internal_error: our bug
-    │   └── NonfiniteOutput   500  nonfinite_output: the model made a NaN or an infinity of this input
+    │   ├── NonfiniteOutput   500  nonfinite_output: the model made a NaN or an infinity of this input
+    │   └── InputQuarantined  500  input_quarantined: every worker that ran this input died
     ├── Unavailable           503  no_capacity: no worker is ready
-    │   ├── ShuttingDown      503  shutting_down
-    │   └── RetriesExhausted  503  retries_exhausted: every worker that ran this input died
+    │   └── ShuttingDown      503  shutting_down
     └── DeadlineExceeded      504  deadline_exceeded: the request's own deadline
 
 A peer that speaks nonsense is not a request's failure: `ProtocolError` is counted and the loop goes on.
@@ -139,6 +139,12 @@ class NonfiniteOutput(InternalError):
     default_code = "nonfinite_output"
 
 
+class InputQuarantined(InternalError):
+    """No 503, which says that another try may help: clients would send it again, and each try costs workers."""
+
+    default_code = "input_quarantined"
+
+
 class Unavailable(ServiceError):
     status = 503
     default_code = "no_capacity"
@@ -147,10 +153,6 @@ class Unavailable(ServiceError):
 
 class ShuttingDown(Unavailable):
     default_code = "shutting_down"
-
-
-class RetriesExhausted(Unavailable):
-    default_code = "retries_exhausted"
 
 
 class DeadlineExceeded(ServiceError):
@@ -166,9 +168,9 @@ _WIRE_CLASSES: dict[str, type[ServiceError]] = {
         Overloaded,
         InternalError,
         NonfiniteOutput,
+        InputQuarantined,
         Unavailable,
         ShuttingDown,
-        RetriesExhausted,
         DeadlineExceeded,
     )
 }

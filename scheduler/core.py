@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 from common.errors import (
     DeadlineExceeded,
+    InputQuarantined,
     InternalError,
     NonfiniteOutput,
-    RetriesExhausted,
     ServiceError,
     Unavailable,
 )
@@ -302,9 +302,7 @@ class Scheduler:
             blameless = reason in {"desynchronized", "reconnected"}
             running = batches[0].parts if batches and not blameless else []
             parts = [with_loss(part) if any(part is other for other in running) else part for part in parts]
-        error = RetriesExhausted(
-            f"This input was running on {MAX_LOSSES} workers when each of them died.", retry_after_s=5
-        )
+        error = InputQuarantined(f"Workers died or failed {MAX_LOSSES} times while they ran this input. Leave it out.")
         for part in parts:
             self._retry(part, error)
         self._announce(now_ns)

@@ -337,7 +337,7 @@ async def test_every_request_ends_once_and_rightly_in_any_weather(world: World) 
             assert error.code in {
                 "deadline_exceeded",
                 "no_capacity",
-                "retries_exhausted",
+                "input_quarantined",
                 "overloaded",
                 "internal_error",
             }
@@ -371,5 +371,5 @@ async def test_a_poisonous_input_is_given_up_and_the_fleet_recovers(metrics: Met
     poisoned, *innocents = (sent.entry for sent in world.sent)
     error = poisoned.future.exception()
     assert isinstance(error, ServiceError)
-    assert error.code == "retries_exhausted"
+    assert error.code == "input_quarantined"
     assert all(entry.future.cancelled() or entry.future.exception() is None for entry in innocents)

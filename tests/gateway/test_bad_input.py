@@ -217,12 +217,7 @@ class Stage:
 
         facts = self._oracle()
         scene = await self._scheduled(answer_of(0), facts=facts, workers=workers)
-        workers += [self.start_worker(f"worker-{index}", facts=facts, answer=answer_of(index)) for index in (1, 2)]
-
-        async def end() -> None:
-            self.start_worker("worker-3", facts=facts)
-
-        scene.end = end
+        workers += [self.start_worker(f"worker-{index}", facts=facts, answer=answer_of(index)) for index in (1, 2, 3)]
         return scene
 
     async def _scheduled(

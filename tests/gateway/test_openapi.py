@@ -180,7 +180,7 @@ FAILURES = [
     errors.NonfiniteOutput("nan", param="input[0]"),
     errors.Unavailable("none"),
     errors.ShuttingDown("stopping"),
-    errors.RetriesExhausted("died", param="input[0]"),
+    errors.InputQuarantined("died", param="input[0]"),
     errors.DeadlineExceeded("late"),
 ]
 

@@ -644,7 +644,7 @@ def test_an_input_that_kills_three_workers_is_given_up_and_its_neighbours_are_se
             held += rig.take(Batch, peer)
     assert deaths == 3
     (failure,) = rig.take(Failure)
-    assert (failure.code, failure.sequence) == ("retries_exhausted", 5)
+    assert (failure.code, failure.sequence) == ("input_quarantined", 5)
 
 
 def test_a_batch_that_fails_three_times_fails_its_request_and_the_worker_stays(rig: Rig) -> None:
