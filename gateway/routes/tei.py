@@ -101,11 +101,15 @@ class EmbedBody(EmbedAllBody, kw_only=True):
 class SimilarityInputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One text, and those that it is compared with."""
 
-    source_sentence: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
-    sentences: Annotated[Any, Meta(extra_json_schema=_TEXTS)]
+    source_sentence: Annotated[
+        str, Meta(description="What each of the sentences is compared with.", extra_json_schema={"minLength": 1})
+    ]
+    sentences: Annotated[Any, Meta(description="Strings.", extra_json_schema=_TEXTS)]
 
 
 class SimilarityParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How all of them are read."""
+
     truncate: Truncate = None
     truncation_direction: TruncationDirection = None
     prompt_name: PromptName = None
@@ -114,14 +118,14 @@ class SimilarityParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 class SimilarityBody(Body, kw_only=True):
     """Sentences to compare with one."""
 
-    inputs: SimilarityInputs
-    parameters: SimilarityParameters | None = None
+    inputs: Annotated[SimilarityInputs, Meta(description="A sentence, and those that it is compared with.")]
+    parameters: Annotated[SimilarityParameters | None, Meta(description="How texts are read.")] = None
 
 
 class TokenizeBody(Body, kw_only=True):
     """Texts to take apart."""
 
-    inputs: Annotated[Any, Meta(extra_json_schema=_TEXT_OR_TEXTS)]
+    inputs: Annotated[Any, Meta(description="A text, or several.", extra_json_schema=_TEXT_OR_TEXTS)]
     add_special_tokens: Annotated[bool | None, Meta(description="Those around a text; true unless said.")] = None
     prompt_name: PromptName = None
 
@@ -129,7 +133,7 @@ class TokenizeBody(Body, kw_only=True):
 class DecodeBody(Body, kw_only=True):
     """Token ids to make text of."""
 
-    ids: Annotated[Any, Meta(extra_json_schema=_IDS_OR_LISTS)]
+    ids: Annotated[Any, Meta(description="The token ids of a text, or such lists.", extra_json_schema=_IDS_OR_LISTS)]
     skip_special_tokens: Annotated[bool | None, Meta(description="Leave them out; true unless said.")] = None
 
 

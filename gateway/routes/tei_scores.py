@@ -65,8 +65,10 @@ class _Texts:
 class RankBody(TruncatingBody, kw_only=True):
     """A query and texts to be put in order."""
 
-    query: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
-    texts: Annotated[Any, Meta(extra_json_schema={"type": "array", "items": _TEXT, "minItems": 1})]
+    query: Annotated[str, Meta(description="What the texts should be relevant to.", extra_json_schema={"minLength": 1})]
+    texts: Annotated[
+        Any, Meta(description="Strings.", extra_json_schema={"type": "array", "items": _TEXT, "minItems": 1})
+    ]
     raw_scores: Annotated[bool | None, Meta(description="Logits, rather than probabilities.")] = None
     return_text: Annotated[bool | None, Meta(description="Have each rank bring its text.")] = None
 
@@ -79,6 +81,8 @@ class PredictBody(TruncatingBody, kw_only=True):
 
 
 class ClassifyParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How labels are written."""
+
     function_to_apply: Annotated[
         Scale | None, Meta(description="Softmax for several labels and sigmoid for one, unless said.")
     ] = None
@@ -89,7 +93,7 @@ class ClassifyBody(TruncatingBody, kw_only=True):
     """Texts, or pairs of texts, to label, as huggingface_hub asks for it."""
 
     inputs: Inputs
-    parameters: ClassifyParameters | None = None
+    parameters: Annotated[ClassifyParameters | None, Meta(description="How labels are written.")] = None
 
 
 class Rank(msgspec.Struct):
