@@ -221,12 +221,16 @@ def wrong_type(name: str, wanted: str) -> InvalidRequest:
 
 
 def _unknown_field(name: str, within: str = "") -> InvalidRequest:
-    shown = within + name if name.isprintable() and 0 < len(name) <= _MAX_NAME_CHARS else None
-    return InvalidRequest(
-        f"There is no field {shown}. Check its spelling." if shown else "A field's name is not one we know.",
-        param=shown,
-        code="unknown_field",
-    )
+    """A field of the object at the place `within`, "" for the body itself. A name that nobody meant is not shown."""
+    if name.isprintable() and 0 < len(name) <= _MAX_NAME_CHARS:
+        place = f"{within}.{name}" if within else name
+        message = f"There is no field {place}. Check its spelling."
+    else:
+        place = within
+        message = (
+            f"{within} has a field whose name is not one we know." if within else "A field's name is not one we know."
+        )
+    return InvalidRequest(message, param=place or None, code="unknown_field")
 
 
 def _mismatch(message: str, fields: Fields, body: type[msgspec.Struct]) -> InvalidRequest:
@@ -241,7 +245,7 @@ def _mismatch(message: str, fields: Fields, body: type[msgspec.Struct]) -> Inval
         name = found[1]
         return InvalidRequest(f"{name} must be one of: {', '.join(_choices(body, name))}.", param=name)
     if found := _UNKNOWN_INSIDE.fullmatch(message):
-        return _unknown_field(found[1], f"{found[2]}.")
+        return _unknown_field(found[1], found[2])
     if found := _EXPECTED.fullmatch(message):
         types, bound, name = found[1], found[2], found[3]
         if bound:
