@@ -38,15 +38,18 @@ _FAILURES = {
     504: "The request's own deadline passed.",
 }
 
-# What a GET is answered with: the path, its summary, the type of its answer (None: text), and its other statuses.
+# What a GET is answered with: the path, its summary, the type of its answer, or the name of a kind of text, and its
+# other statuses.
 _QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
     ("/health", "Whether the gateway lives", Health, ()),
     ("/ready", "Whether a worker can serve; 503 with the reason where none can", Ready, ()),
     ("/v1/models", "The model that is served", ModelList, (503,)),
     ("/v1/models/{id}", "The same by its name", ModelCard, (404, 503)),
     ("/info", "Facts of the model, versions and limits", Info, ()),
-    ("/metrics", "Prometheus metrics of all processes together", None, ()),
+    ("/metrics", "Prometheus metrics of all processes together", "text/plain", ()),
     ("/openapi.json", "This document", dict[str, Any], ()),
+    ("/", "A page: what is served, how busy it is, and a place to try it", "text/html", ()),
+    ("/docs", "A page: this document, to read", "text/html", ()),
 )
 
 
@@ -86,7 +89,7 @@ def document() -> bytes:
 def _types() -> list[Any]:
     """Every type that the document names."""
     types: list[Any] = [ErrorBody]
-    types += [answer for _, _, answer, _ in _QUESTIONS if answer is not None]
+    types += [answer for _, _, answer, _ in _QUESTIONS if not isinstance(answer, str)]
     for operations in operations_by_path().values():
         types += [found for operation in operations for found in (operation.body, operation.answer)]
     return list(dict.fromkeys(types))
@@ -95,11 +98,11 @@ def _types() -> list[Any]:
 def _question(
     path: str,
     summary: str,
-    answer: Any,  # noqa: ANN401  # a type
+    answer: Any,  # noqa: ANN401  # a type, or a string
     failures: Sequence[int],
     schema_of: _Schemas,
 ) -> dict[str, object]:
-    content: Mapping[str, object] = {"text/plain": {}} if answer is None else _json_of([answer], schema_of)
+    content: Mapping[str, object] = {answer: {}} if isinstance(answer, str) else _json_of([answer], schema_of)
     responses: dict[str, object] = {"200": {"description": "OK", "content": content}}
     if answer is Ready:
         responses["503"] = {"description": "Not now; `Retry-After` says when to ask again.", "content": content}

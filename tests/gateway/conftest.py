@@ -204,6 +204,19 @@ def answering(facts: ModelFacts, tmp_path_factory: pytest.TempPathFactory) -> Mo
     )
 
 
+@pytest.fixture(scope="session")
+def everything(scoring: ModelFacts) -> ModelFacts:
+    """A model that answers on every route: it embeds texts, chunks and tokens, weighs the vocabulary, and scores."""
+    return dataclasses.replace(
+        scoring,
+        dimensions=DIMENSIONS,
+        normalize=True,
+        tasks=["embed", "score", "sparse", "tokens"],
+        labels=["relevant"],
+        separator_id=2,
+    )
+
+
 @pytest.fixture
 async def serve(facts: ModelFacts, metrics: Metrics, run_dir: str) -> AsyncIterator[Serve]:
     """Starts gateways: `await serve(max_inputs=3)` gives one with its configuration changed so."""
