@@ -8,7 +8,6 @@ them arbitrary JSON and arbitrary bytes. They go to a real gateway, many at once
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import random
 import re
@@ -21,8 +20,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from common.protocol import ModelFacts
-from gateway.routes import OPERATIONS, operations_by_path
-from tests.gateway.conftest import DIMENSIONS, Running, Serve
+from gateway.routes import OPERATIONS, operations_by_path, tei, tei_scores
+from tests.gateway.conftest import Running, Serve
 from tests.gateway.wire import Wire, ask, request_bytes
 
 CANARY = "canary-7f3a"  # stands in every text that is made here, and may stand in no error
@@ -40,6 +39,24 @@ GOOD_BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/rerank", {"query": "w1", "documents": ["w5"], "top_k": 2, "truncation": True, "raw_scores": True}),
     ("/score", {"text_1": "w1", "text_2": ["w5", "w6"], "truncate": "END"}),
     ("/v1/score", {"text_1": ["w1", "w2"], "text_2": ["w5", "w6"], "raw_scores": False}),
+    ("/v1/embeddings", {"input": "w1", "input_type": "document", "output_dtype": "float", "output_dimension": 3}),
+    ("/v2/embed", {"texts": ["w1", "w2"], "input_type": "search_query", "embedding_types": ["base64", "float"]}),
+    ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": "w1"}]}], "max_tokens": 9, "truncate": "START"}),
+    ("/v1/embed", {"texts": ["w1"], "output_dimension": 5, "images": None, "truncate": "NONE"}),
+    ("/embed", {"inputs": ["w1", "w2 w3"], "normalize": False, "dimensions": 4, "encoding_format": "float"}),
+    ("/embed", {"inputs": [[1, 5, 2]], "truncate": True, "truncation_direction": "Left"}),
+    ("/embed_all", {"inputs": ["w1", "w2 w3"], "prompt_name": "query"}),
+    ("/embed_sparse", {"inputs": "w1 w2", "truncate": False, "truncation_direction": "right"}),
+    ("/similarity", {"inputs": {"source_sentence": "w1", "sentences": ["w2", "w3"]}, "parameters": {"truncate": True}}),
+    ("/similarity", {"inputs": {"source_sentence": "w1", "sentences": ["w2"]}, "parameters": {"prompt_name": "query"}}),
+    ("/rerank", {"query": "w1", "texts": ["w5", "w6"], "raw_scores": True, "return_text": True}),
+    ("/predict", {"inputs": [["w1"], ["w2", "w3"]], "raw_scores": False, "truncate": True}),
+    ("/predict", {"inputs": ["w1", "w2"], "parameters": {"function_to_apply": "softmax", "top_k": 1}}),
+    ("/tokenize", {"inputs": ["w1", "w2 w3"], "add_special_tokens": False, "prompt_name": "query"}),
+    ("/decode", {"ids": [[1, 5, 2], [6]], "skip_special_tokens": False}),
+    ("/", {"inputs": ["w1", "w2"], "parameters": {"top_k": 2}}),
+    ("/", {"query": "w1", "texts": ["w5"]}),
+    ("/", {"inputs": "w1"}),
 )
 
 ODD_VALUES: tuple[Any, ...] = (
@@ -61,8 +78,16 @@ ODD_BYTES = (
 )  # fmt: skip
 
 NAMES = tuple(dict.fromkeys(name for operation in OPERATIONS for name in operation.body.__struct_encode_fields__))
-PARAM = re.compile(rf"(?:{'|'.join(NAMES)})(?:\[\d+\])*|X-Request-Timeout-Ms")
-ODD_NAMES = (CANARY, "", "inputs", "dimension", "x" * 70, "Input", "\n", "$.lane", f"a` - at `$.lane`{CANARY}")
+# The fields of what these hold, Cohere's `inputs` among them.
+INNER_NAMES = (
+    *tei.SimilarityInputs.__struct_encode_fields__,
+    *tei.SimilarityParameters.__struct_encode_fields__,
+    *tei_scores.ClassifyParameters.__struct_encode_fields__,
+    *("content", "type", "text"),
+)
+PARAM = re.compile(rf"(?:{'|'.join(NAMES)})(?:\[\d+\]|\.(?:{'|'.join(INNER_NAMES)}))*|X-Request-Timeout-Ms")
+ODD_NAMES = (CANARY, "", "input_ids", "dimension", "x" * 70, "Input", "\n", "$.lane", f"a` - at `$.lane`{CANARY}")
+ALL_NAMES = tuple(dict.fromkeys(NAMES + INNER_NAMES + ODD_NAMES))
 
 Numbers = st.integers(0, 2**16)
 
@@ -86,7 +111,8 @@ def changed(body: dict[str, Any], changes: list[tuple[int, int, Any]]) -> dict[s
         elif kind == 7 and isinstance(holder, list):
             holder.insert(key, value)
         elif kind == 8:
-            body[(NAMES + ODD_NAMES)[rest % (len(NAMES) + len(ODD_NAMES))]] = value
+            named = holder if isinstance(holder, dict) else body
+            named[ALL_NAMES[rest % len(ALL_NAMES)]] = value
         else:
             body.update(_copied(GOOD_BODIES[rest % len(GOOD_BODIES)][1]))
         if not body:
@@ -126,7 +152,7 @@ JSON_VALUES = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES + ODD_NAMES), inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(ALL_NAMES), inner, max_size=4),
     max_leaves=8,
 )
 CHANGES = st.lists(st.tuples(Numbers, Numbers, st.sampled_from(ODD_VALUES)), min_size=1, max_size=2)
@@ -175,8 +201,9 @@ def check_error(request: tuple[str, bytes], status: int, header: bytes, body: by
     """The code of an answer that is an error as it should be."""
     assert status in (400, 404), (request, status, body)
     answer = json.loads(body)
-    assert answer.keys() == {"error"}, request
+    assert answer.keys() == {"error", "detail"}, request
     error = answer["error"]
+    assert answer["detail"] == error["message"], request
     assert error.keys() == {"message", "type", "param", "code"}, request
     assert error["type"] == ("invalid_request_error" if status == 400 else "not_found_error"), request
     code, param = error["code"], error["param"]
@@ -190,17 +217,20 @@ def check_error(request: tuple[str, bytes], status: int, header: bytes, body: by
 
 
 @pytest.fixture
-async def server(serve: Serve, scoring: ModelFacts) -> Running:
-    """Before a model that answers on every route."""
-    served = dataclasses.replace(
-        scoring,
-        dimensions=DIMENSIONS,
-        normalize=True,
-        tasks=["embed", "score"],
-        separator_id=2,
-        prompts={"query": "w1 "},
-    )
-    return await serve(served=served, max_inputs=20, max_request_tokens=200)
+async def server(serve: Serve, everything: ModelFacts) -> Running:
+    return await serve(served=everything, max_inputs=20, max_request_tokens=200)
+
+
+def test_there_is_a_good_body_of_every_route() -> None:
+    assert {path for path, _ in GOOD_BODIES} == operations_by_path().keys()
+
+
+async def test_the_good_bodies_are_good(server: Running) -> None:
+    line = await Wire.connect(server.port)
+    for path, body in GOOD_BODIES:
+        await line.send(request_bytes("POST", path, _dumped(body)))
+        assert (await line.answer()).status == 200, (path, body)
+    await line.close()
 
 
 @pytest.mark.slow
