@@ -11,6 +11,7 @@ import pytest
 from common.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
+    InputQuarantined,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
@@ -18,7 +19,6 @@ from common.errors import (
     NotFound,
     Overloaded,
     RequestTimeout,
-    RetriesExhausted,
     ServiceError,
     ShuttingDown,
     TooLarge,
@@ -46,9 +46,9 @@ TABLE: list[tuple[ServiceError, int, dict[str, str]]] = [
     (Overloaded("full", retry_after_s=0.0001), 429, {"Retry-After": "1", "retry-after-ms": "1"}),
     (InternalError("bug"), 500, NEVER),
     (NonfiniteOutput("NaN"), 500, NEVER),
+    (InputQuarantined("died"), 500, NEVER),
     (Unavailable("gone", retry_after_s=2.5), 503, LATER),
     (ShuttingDown("stopping", retry_after_s=1), 503, IN_A_SECOND),
-    (RetriesExhausted("gone"), 503, IN_A_SECOND),
     (DeadlineExceeded("late"), 504, {}),
 ]
 
@@ -76,6 +76,7 @@ TRIED_AGAIN = {408, 429, 503, 504}
         (Overloaded("full", retry_after_s=0.01), 2),
         (InternalError("bug"), 1),
         (NonfiniteOutput("NaN"), 1),
+        (InputQuarantined("died"), 1),
         (Unavailable("gone", retry_after_s=0.01), 2),
         (DeadlineExceeded("late"), 2),
     ],
