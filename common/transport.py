@@ -19,7 +19,7 @@ from pathlib import Path
 import zmq
 
 from common.errors import ProtocolError, VersionMismatch
-from common.protocol import MAX_FRAME_BYTES, Message, decode, encode
+from common.protocol import MAX_FRAME_BYTES, Frame, Message, decode, encode
 
 _HIGH_WATER_MARK = 4096  # messages; a backstop behind the credits, never 0, which means unlimited
 
@@ -86,12 +86,15 @@ class Lock:
 class Router:
     """The scheduler's end: knows each peer by a routing id that is drawn anew at every start of a peer.
 
+    `zero_copy`: what comes is large, and is read where ZeroMQ has put it; that pays from some 40 KB on.
+
     Raises:
         zmq.ZMQError: the address cannot be bound.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, zero_copy: bool = False) -> None:
         self._endpoint = endpoint
+        self._zero_copy = zero_copy
         self._path = Path(endpoint.removeprefix("ipc://"))
         self.socket = context.socket(zmq.ROUTER)
         _set_common_options(self.socket)
@@ -105,7 +108,7 @@ class Router:
     def send(self, peer: bytes, message: Message) -> None:
         """Raises PeerGone or PeerStuck; never waits."""
         try:
-            self.socket.send_multipart([peer, *encode(message)], zmq.DONTWAIT, copy=True)
+            _send(self.socket, [peer, *encode(message)])
         except zmq.Again:
             raise PeerStuck from None
         except zmq.ZMQError as error:
@@ -120,14 +123,14 @@ class Router:
             ProtocolError: what came is no message; it was taken off the socket. A VersionMismatch names its peer.
         """
         try:
-            frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            peer = self.socket.recv(zmq.DONTWAIT)
         except zmq.Again:
             return None
-        if len(frames) < 2:
+        frames = _rest_without_copy(self.socket) if self._zero_copy else _rest(self.socket)
+        if not frames:
             raise ProtocolError("a message without a header")
-        peer = frames[0].bytes
         try:
-            return peer, decode([frame.buffer for frame in frames[1:]])
+            return peer, decode(frames)
         except VersionMismatch as error:
             error.peer = peer
             raise
@@ -169,7 +172,7 @@ class Dealer:
     def send(self, message: Message) -> bool:
         """Whether a connected scheduler took the message into its pipe; False now means try after its next word."""
         try:
-            self.socket.send_multipart(encode(message), zmq.DONTWAIT, copy=True)
+            _send(self.socket, encode(message))
         except zmq.Again:
             return False
         return True
@@ -181,10 +184,10 @@ class Dealer:
             ProtocolError: what came is no message; it was taken off the socket.
         """
         try:
-            frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            first = self.socket.recv(zmq.DONTWAIT)
         except zmq.Again:
             return None
-        return decode([frame.buffer for frame in frames])
+        return decode([first, *_rest(self.socket)])
 
     def reconnect(self) -> None:
         """Come back as somebody new: after being fenced off, the old name is never heard again."""
@@ -212,6 +215,38 @@ class Dealer:
 def now_ns() -> int:
     """CLOCK_MONOTONIC: the one clock that all processes of a host share and nobody sets."""
     return time.monotonic_ns()
+
+
+# pyzmq's `send_multipart` and `recv_multipart` first look at every frame in Python, and a frame that is not copied is
+# three Python objects: of three small frames sending takes 4.9 µs and receiving 9.0, the functions below 1.2 and 4.1
+# (2026-11-30, 2-core VM). A message arrives whole, so what follows its first frame is there.
+_send_frame = zmq.backend.Socket.send
+_get_option = zmq.backend.Socket.get
+_LAST = int(zmq.DONTWAIT)
+_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+_HAS_MORE = int(zmq.RCVMORE)
+
+
+def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
+    last = frames.pop()
+    for frame in frames:
+        _send_frame(socket, frame, _MORE)
+    _send_frame(socket, last, _LAST)
+
+
+def _rest(socket: zmq.Socket[bytes]) -> list[Frame]:
+    """The other frames of the message whose first frame was just received."""
+    frames: list[Frame] = []
+    while _get_option(socket, _HAS_MORE):
+        frames.append(socket.recv(_LAST))
+    return frames
+
+
+def _rest_without_copy(socket: zmq.Socket[bytes]) -> list[Frame]:
+    frames: list[Frame] = []
+    while _get_option(socket, _HAS_MORE):
+        frames.append(socket.recv(_LAST, copy=False).buffer)
+    return frames
 
 
 def _set_common_options(socket: zmq.Socket[bytes]) -> None:
