@@ -19,7 +19,7 @@ from common.errors import (
     ServiceError,
     Unavailable,
 )
-from common.metrics import Metrics
+from common.metrics import Metrics, observe_all
 from common.protocol import (
     LANES,
     PROTOCOL_VERSION,
@@ -448,7 +448,11 @@ class Scheduler:
         """Form a batch for every free slot, as long as something waits that is still in time."""
         for pending in self._queue.expired(now_ns):
             self._settle(pending, DeadlineExceeded("The deadline passed while the request waited for a worker."))
-        while (waiting := self._queue.waiting_lanes()) and (worker := self._next_worker(now_ns)) is not None:
+        # First what is looked at after every message, and mostly ends it.
+        while self._fleet.has_slot and (waiting := self._queue.waiting_lanes()):
+            worker = self._next_worker(now_ns)
+            if worker is None:
+                return
             budgets = self._budgets(worker, now_ns)
             costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or 0.0 for lane in SHARES}
             parts = self._queue.next_batch(budgets, max_rows(worker.facts), self._shares.first(costs_ms))
@@ -459,8 +463,7 @@ class Scheduler:
                 self._shares.note(parts, ms, waiting, costs_ms)
             self._actions.append(ToWorker(worker.peer, self._fleet.assign(worker, parts, now_ns)))
             self._metrics.batch_tokens.observe(num_tokens)
-            for part in parts:
-                self._metrics.queue_seconds.observe((now_ns - part.pending.arrived_ns) / 1e9)
+            observe_all(self._metrics.queue_seconds, [(now_ns - part.pending.arrived_ns) / 1e9 for part in parts])
 
     def _next_worker(self, now_ns: int) -> Worker | None:
         """The worker to send a batch to now.

@@ -127,6 +127,11 @@ class Fleet:
         """How many workers can be given work, or work already."""
         return sum(now_ns - worker.last_heard_ns < SUSPECT_NS for worker in self._workers.values())
 
+    @property
+    def has_slot(self) -> bool:
+        """Whether any worker holds less than it may."""
+        return any(len(worker.in_flight) < _CREDITS for worker in self._workers.values())
+
     def free_worker(self, now_ns: int, *, late: bool) -> Worker | None:
         """The worker that would begin soonest, of those with a free slot that may be filled now."""
         free = [

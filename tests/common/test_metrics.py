@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client import Histogram
 
 from common import metrics
 
@@ -45,3 +46,19 @@ def test_a_new_suite_counts_from_nothing(run_dir: str) -> None:
     run(COUNT, run_dir)
     metrics.clear(run_dir)
     assert "hedgerow_inputs_total" not in run(RENDER, run_dir)
+
+
+def test_amounts_observed_together_count_as_they_do_one_by_one() -> None:
+    apart, together = metrics.Metrics().queue_seconds, metrics.Metrics().queue_seconds
+    amounts = [0.0, 0.001, 0.0011, 0.0011, 0.7, 61.5]  # 0.001 is a bucket's bound, and 61.5 beyond all of them
+    for amount in amounts:
+        apart.observe(amount)
+
+    metrics.observe_all(together, amounts)
+
+    def samples(histogram: Histogram) -> list[tuple[str, dict[str, str], float]]:
+        (family,) = histogram.collect()
+        return [(one.name, one.labels, one.value) for one in family.samples if not one.name.endswith("_created")]
+
+    assert samples(together) == samples(apart)
+    assert ("hedgerow_queue_seconds_count", {}, 6.0) in samples(together)
