@@ -19,12 +19,14 @@ halving; running each alone at once would serialise 64 innocents after every ord
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
-from common.protocol import LANES, Request, cu_seqlens
+from common.protocol import LANES, Request
 
 MAX_LOSSES = 3
 
@@ -47,22 +49,23 @@ class Pending:
     unanswered: int  # sequences
     settled: bool = False
     sparse: bool = field(init=False)
-    offsets: np.ndarray = field(init=False)  # int32 [sequences + 1] of tokens
-    row_offsets: np.ndarray | None = field(init=False)  # int32 [sequences + 1]; None: a row a sequence
+    # Lists, since they are looked up a number at a time: 0.1 µs, where numpy takes 1 to 3 (2026-11-30, 2-core VM).
+    offsets: list[int] = field(init=False)  # [sequences + 1] of tokens
+    row_offsets: list[int] | None = field(init=False)  # [sequences + 1]; None: a row a sequence
 
     def __post_init__(self) -> None:
         request = self.request
         self.sparse = request.encoding == "sparse"
-        self.offsets = cu_seqlens(request.lengths)
-        self.row_offsets = cu_seqlens(request.span_counts) if len(request.span_counts) else None
+        self.offsets = _offsets(request.lengths)
+        self.row_offsets = _offsets(request.span_counts) if len(request.span_counts) else None
 
     def first_row(self, sequence: int) -> int:
         """The first row of a sequence, counted across the request's sequences."""
-        return sequence if self.row_offsets is None else int(self.row_offsets[sequence])
+        return sequence if self.row_offsets is None else self.row_offsets[sequence]
 
     def sequence_of(self, row: int) -> int:
         """The sequence that a row of the request belongs to."""
-        return row if self.row_offsets is None else int(np.searchsorted(self.row_offsets, row, side="right")) - 1
+        return row if self.row_offsets is None else bisect_right(self.row_offsets, row) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +79,7 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.pending.offsets[self.stop] - self.pending.offsets[self.start])
+        return self.pending.offsets[self.stop] - self.pending.offsets[self.start]
 
     @property
     def num_sequences(self) -> int:
@@ -86,46 +89,39 @@ class Part:
     def num_rows(self) -> int:
         return self.pending.first_row(self.stop) - self.pending.first_row(self.start)
 
-    def __lt__(self, other: Part) -> bool:
-        return self._order < other._order
-
-    @property
-    def _order(self) -> tuple[int, int]:
-        return self.pending.arrival, self.start
-
 
 @dataclass(slots=True)
 class _Lane:
     """What waits in one lane."""
 
-    heap: list[Part] = field(default_factory=list)
+    heap: list[tuple[int, int, Part]] = field(default_factory=list)  # by arrival and first sequence, never two the same
     num_tokens: int = 0
     num_sequences: int = 0
 
     def push(self, part: Part) -> None:
-        heapq.heappush(self.heap, part)
+        heapq.heappush(self.heap, (part.pending.arrival, part.start, part))
         self.num_tokens += part.num_tokens
         self.num_sequences += part.num_sequences
 
     def pop(self) -> Part:
-        part = heapq.heappop(self.heap)
+        _, _, part = heapq.heappop(self.heap)
         self.num_tokens -= part.num_tokens
         self.num_sequences -= part.num_sequences
         return part
 
     def head(self) -> Part | None:
         """The part that is next, if any still has a taker."""
-        while self.heap and self.heap[0].pending.settled:
+        while self.heap and self.heap[0][2].pending.settled:
             self.pop()
-        return self.heap[0] if self.heap else None
+        return self.heap[0][2] if self.heap else None
 
     def prune(self) -> None:
-        kept = [part for part in self.heap if not part.pending.settled]
+        kept = [entry for entry in self.heap if not entry[2].pending.settled]
         if len(kept) < len(self.heap):
             heapq.heapify(kept)
             self.heap = kept
-            self.num_tokens = sum(part.num_tokens for part in kept)
-            self.num_sequences = sum(part.num_sequences for part in kept)
+            self.num_tokens = sum(part.num_tokens for _, _, part in kept)
+            self.num_sequences = sum(part.num_sequences for _, _, part in kept)
 
 
 class BatchQueue:
@@ -145,7 +141,12 @@ class BatchQueue:
 
     def tokens_before(self, lane: str) -> int:
         """Tokens that wait in this lane and in those above it: what a request that comes now has before it."""
-        return sum(self._lanes[name].num_tokens for name in LANES[: LANES.index(lane) + 1])
+        num_tokens = 0
+        for name, waiting in self._lanes.items():
+            num_tokens += waiting.num_tokens
+            if name == lane:
+                break
+        return num_tokens
 
     def waiting_lanes(self) -> list[str]:
         """Those in which something waits."""
@@ -212,7 +213,7 @@ class BatchQueue:
 
     def pending(self) -> list[Pending]:
         """Every unsettled request that still has sequences waiting."""
-        parts = (part for lane in self._lanes.values() for part in lane.heap)
+        parts = (part for lane in self._lanes.values() for _, _, part in lane.heap)
         return list({part.pending.arrival: part.pending for part in parts if not part.pending.settled}.values())
 
     def __len__(self) -> int:
@@ -252,6 +253,11 @@ def _sequences_at_once(losses: int) -> int:
     return _SUSPECTS_AT_ONCE if losses == 1 else 1
 
 
-def _fitting(offsets: np.ndarray, start: int, room: int) -> int:
+def _offsets(counts: np.ndarray) -> list[int]:
+    """Where what is counted begins, sequence by sequence, and where the last one ends."""
+    return list(accumulate(counts.tolist(), initial=0))
+
+
+def _fitting(offsets: list[int], start: int, room: int) -> int:
     """How many sequences, from `start` on, have at most `room` together of what `offsets` counts."""
-    return int(np.searchsorted(offsets, int(offsets[start]) + room, side="right")) - 1 - start
+    return bisect_right(offsets, offsets[start] + room) - 1 - start
