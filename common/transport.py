@@ -18,7 +18,7 @@ from pathlib import Path
 
 import zmq
 
-from common.errors import ProtocolError, VersionMismatch
+from common.errors import VersionMismatch
 from common.protocol import MAX_FRAME_BYTES, Frame, Message, decode, encode
 
 _HIGH_WATER_MARK = 4096  # messages; a backstop behind the credits, never 0, which means unlimited
@@ -86,15 +86,12 @@ class Lock:
 class Router:
     """The scheduler's end: knows each peer by a routing id that is drawn anew at every start of a peer.
 
-    `zero_copy`: what comes is large, and is read where ZeroMQ has put it; that pays from some 40 KB on.
-
     Raises:
         zmq.ZMQError: the address cannot be bound.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, zero_copy: bool = False) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._endpoint = endpoint
-        self._zero_copy = zero_copy
         self._path = Path(endpoint.removeprefix("ipc://"))
         self.socket = context.socket(zmq.ROUTER)
         _set_common_options(self.socket)
@@ -123,12 +120,10 @@ class Router:
             ProtocolError: what came is no message; it was taken off the socket. A VersionMismatch names its peer.
         """
         try:
-            peer = self.socket.recv(zmq.DONTWAIT)
+            peer = self.socket.recv(_LAST)
         except zmq.Again:
             return None
-        frames = _rest_without_copy(self.socket) if self._zero_copy else _rest(self.socket)
-        if not frames:
-            raise ProtocolError("a message without a header")
+        frames = _receive(self.socket)  # at least one: a ROUTER puts the peer before what there is
         try:
             return peer, decode(frames)
         except VersionMismatch as error:
@@ -184,10 +179,10 @@ class Dealer:
             ProtocolError: what came is no message; it was taken off the socket.
         """
         try:
-            first = self.socket.recv(zmq.DONTWAIT)
+            frames = _receive(self.socket)
         except zmq.Again:
             return None
-        return decode([first, *_rest(self.socket)])
+        return decode(frames)
 
     def reconnect(self) -> None:
         """Come back as somebody new: after being fenced off, the old name is never heard again."""
@@ -217,14 +212,15 @@ def now_ns() -> int:
     return time.monotonic_ns()
 
 
-# pyzmq's `send_multipart` and `recv_multipart` first look at every frame in Python, and a frame that is not copied is
-# three Python objects: of three small frames sending takes 4.9 µs and receiving 9.0, the functions below 1.2 and 4.1
-# (2026-11-30, 2-core VM). A message arrives whole, so what follows its first frame is there.
+# pyzmq's `send_multipart` looks at every frame in Python first, and its `recv_multipart` asks the socket after each
+# whether there are more: of three small frames they take 4.9 and 5.4 µs, the functions below 1.2 and 3.1 (2026-11-30,
+# 2-core VM).
 _send_frame = zmq.backend.Socket.send
-_get_option = zmq.backend.Socket.get
 _LAST = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
-_HAS_MORE = int(zmq.RCVMORE)
+
+# A larger frame is read where ZeroMQ has put it.
+_COPIED_BYTES = 32 * 1024
 
 
 def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
@@ -234,18 +230,14 @@ def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
     _send_frame(socket, last, _LAST)
 
 
-def _rest(socket: zmq.Socket[bytes]) -> list[Frame]:
-    """The other frames of the message whose first frame was just received."""
+def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
+    """The frames of a message, or what is left of one. Raises zmq.Again: nothing waits."""
     frames: list[Frame] = []
-    while _get_option(socket, _HAS_MORE):
-        frames.append(socket.recv(_LAST))
-    return frames
-
-
-def _rest_without_copy(socket: zmq.Socket[bytes]) -> list[Frame]:
-    frames: list[Frame] = []
-    while _get_option(socket, _HAS_MORE):
-        frames.append(socket.recv(_LAST, copy=False).buffer)
+    more = True
+    while more:
+        frame = socket.recv(_LAST, copy=False)
+        frames.append(frame.bytes if len(frame) <= _COPIED_BYTES else frame.buffer)
+        more = frame.more  # a message arrives whole: what follows is there
     return frames
 
 

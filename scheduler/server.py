@@ -107,7 +107,7 @@ class Server:
             self._poller,
         )
         self._workers = _Side(
-            Router(self._context, address(config.run_dir, "workers"), zero_copy=True),
+            Router(self._context, address(config.run_dir, "workers")),
             ToWorker,
             self._core.on_worker_message,
             self._core.on_worker_lost,
