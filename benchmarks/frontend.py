@@ -67,6 +67,7 @@ from common.protocol import (
     Message,
     ModelFacts,
     Ping,
+    Replies,
     Reply,
     Request,
     Result,
@@ -283,7 +284,8 @@ def _gateway(run_dir: str, number: int, counts: Counts) -> None:
     while not isinstance(message := dealer.receive(), Ping) or not message.workers_ready:
         dealer.send(Join(PROTOCOL_VERSION, f"gateway-{number}", os.getpid()))
         dealer.socket.poll(100)
-    kind_of_reply = encode(Reply(0, 0, 0, 0, some_rows(1)))[0][1]
+    reply = Reply(0, 0, 0, 0, some_rows(1))
+    kind_of_reply, kind_of_replies = (encode(message)[0][1] for message in (reply, Replies.of([reply, reply])))
     first, *arrays = encode(a_request(0))
     header = msgpack.unpackb(first)
 
@@ -303,10 +305,14 @@ def _gateway(run_dir: str, number: int, counts: Counts) -> None:
         num_answers = 0
         with suppress(zmq.Again):
             while True:
+                first, *_ = dealer.socket.recv_multipart(zmq.DONTWAIT)
                 # Of a header's bytes the first says how many fields follow, the second is the kind.
-                if dealer.socket.recv_multipart(zmq.DONTWAIT)[0][1] == kind_of_reply:
-                    num_answers += 1
+                num_replies = int(first[1] == kind_of_reply)
+                if first[1] == kind_of_replies:
+                    num_replies = msgpack.unpackb(first)[-1][0][0]
+                for _ in range(num_replies):
                     ask(next(ids))
+                num_answers += num_replies
         with counts.answers.get_lock():
             counts.answers.value += num_answers
 

@@ -13,7 +13,7 @@ stranger's bytes) cannot raise anything else.
 Who sends what:
 
     gateway → scheduler    Join  Request  Cancel  Beat  Goodbye
-    scheduler → gateway    Welcome  Reply  Failure  Ping  Refuse
+    scheduler → gateway    Welcome  Reply  Replies  Failure  Ping  Refuse
     worker → scheduler     Hello  Result  BatchFailed  Beat  Goodbye
     scheduler → worker     Batch  Ping  Refuse
 
@@ -27,7 +27,7 @@ Times are nanoseconds of CLOCK_MONOTONIC, which every process of one host shares
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter
 from typing import Annotated, Any, TypeAlias, get_type_hints
@@ -56,6 +56,7 @@ MAX_ROWS = 64 * 1024
 
 Int32Vector: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 1)]
 Int32Matrix: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 2)]
+Int64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], ("<i8", 2)]
 FlagVector: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 1)]
 ByteMatrix: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 2)]
 
@@ -306,6 +307,32 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Replies:
+    """What a batch gave several requests of one gateway, a row each: short queries, for which a message each costs more
+    than what is in it."""
+
+    step_us: int
+    answers: Int64Matrix  # [requests, 3]: of each its request_id, first_row and queue_us, as in a Reply
+    rows: ByteMatrix  # [requests, row bytes]
+
+    def __post_init__(self) -> None:
+        if self.answers.shape != (len(self.rows), 3) or int(self.answers.min(initial=0)) < 0:
+            raise ValueError("needs three non-negative numbers for each of its rows")
+
+    @classmethod
+    def of(cls, replies: Sequence[Reply]) -> Replies:
+        """Replies of one row each, of one batch."""
+        answers = [(reply.request_id, reply.first_row, reply.queue_us) for reply in replies]
+        rows = np.concatenate([reply.rows for reply in replies])
+        return cls(replies[0].step_us, np.array(answers, dtype=np.int64), rows)
+
+    def each(self) -> Iterator[Reply]:
+        """They as they were."""
+        for index, (request_id, first_row, queue_us) in enumerate(self.answers.tolist()):
+            yield Reply(request_id, first_row, queue_us, self.step_us, self.rows[index : index + 1])
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A request's one and final answer when it has none; `code` is one of `errors.py`."""
 
@@ -339,6 +366,7 @@ Message: TypeAlias = (
     | Reply
     | Failure
     | Refuse
+    | Replies
 )
 Frame: TypeAlias = bytes | memoryview
 
@@ -653,6 +681,7 @@ _LAYOUTS_BY_KIND = {
             Reply,
             Failure,
             Refuse,
+            Replies,
         ),
         start=1,
     )

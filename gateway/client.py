@@ -44,6 +44,7 @@ from common.protocol import (
     ModelFacts,
     Ping,
     Refuse,
+    Replies,
     Reply,
     Request,
     Spans,
@@ -281,9 +282,11 @@ class Ledger:
         self._pieces.clear()
 
     def on_message(self, message: Message, now_ns: int) -> None:
-        """Raises ProtocolError: the message does not fit what was asked; nothing has changed."""
+        """Raises ProtocolError: the message, or one of its replies, does not fit what was asked and changed nothing."""
         self._last_heard_ns = now_ns
-        if isinstance(message, Reply):
+        if isinstance(message, Replies):
+            self._on_replies(message)
+        elif isinstance(message, Reply):
             self._on_reply(message)
         elif isinstance(message, Ping):
             self._status = message
@@ -371,6 +374,16 @@ class Ledger:
                 spans=request.spans[request.first_row(piece.start) : request.first_row(piece.stop)],
             )
         )
+
+    def _on_replies(self, replies: Replies) -> None:
+        odd: ProtocolError | None = None
+        for reply in replies.each():
+            try:
+                self._on_reply(reply)
+            except ProtocolError as error:
+                odd = error  # the others are right all the same
+        if odd is not None:
+            raise odd
 
     def _on_reply(self, reply: Reply) -> None:
         piece = self._pieces.get(reply.request_id)

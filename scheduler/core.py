@@ -2,7 +2,7 @@
 
 It holds promises, never the only copy: a gateway keeps each request until it has answered it, so the scheduler may
 die at any time and nothing is lost. Everything that it was asked is answered exactly once, by `_settle` or by the
-last row of `_reply`; where a gateway is gone, nobody waits and nothing is sent.
+last row of a reply; where a gateway is gone, nobody waits and nothing is sent.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from common.protocol import (
     ModelFacts,
     Ping,
     Refuse,
+    Replies,
     Reply,
     Request,
     Result,
@@ -368,10 +369,15 @@ class Scheduler:
         self._last_progress_ns = now_ns
         self._metrics.batches.labels("done").inc()
         nonfinite = set(result.nonfinite.tolist())
+        replies: dict[bytes, list[Reply]] = {}  # by gateway
         row = 0
         for part in batch.parts:
-            self._reply(part, row, batch, result, nonfinite)
+            reply = self._reply_of(part, row, batch, result, nonfinite)
+            if reply is not None:
+                replies.setdefault(part.pending.gateway, []).append(reply)
             row += part.num_rows
+        for peer, of_gateway in replies.items():
+            self._reply(peer, of_gateway)
 
     def _on_batch_failed(self, worker: Worker, failed: BatchFailed, now_ns: int) -> None:
         batch = self._released(worker, failed.epoch, failed.batch_id, now_ns)
@@ -390,33 +396,35 @@ class Scheduler:
             self._metrics.stale_messages.inc()
         return batch
 
-    def _reply(self, part: Part, row: int, batch: InFlight, result: Result, nonfinite: set[int]) -> None:
-        """Send a part's rows, which begin at `row` of the result."""
+    def _reply_of(self, part: Part, row: int, batch: InFlight, result: Result, nonfinite: set[int]) -> Reply | None:
+        """A part's rows, which begin at `row` of the result; None where nobody waits, or its request has failed."""
         pending = part.pending
         if pending.settled:
-            return
+            return None
         first_row = pending.first_row(part.start)
         num_rows = part.num_rows
         if nonfinite and (bad := nonfinite.intersection(range(row, row + num_rows))):
             error = NonfiniteOutput("The model's output for this input is not finite.")
             self._settle(pending, error, pending.sequence_of(first_row + min(bad) - row))
-            return
-        self._actions.append(
-            ToGateway(
-                pending.gateway,
-                Reply(
-                    request_id=pending.request.request_id,
-                    first_row=first_row,
-                    queue_us=max(0, batch.sent_ns - pending.arrived_ns) // 1000,
-                    step_us=result.step_us,
-                    rows=result.rows[row : row + num_rows],
-                ),
-            )
-        )
+            return None
         pending.unanswered -= part.num_sequences
         if pending.unanswered == 0:
             pending.settled = True
             self._forget(pending)
+        return Reply(
+            request_id=pending.request.request_id,
+            first_row=first_row,
+            queue_us=max(0, batch.sent_ns - pending.arrived_ns) // 1000,
+            step_us=result.step_us,
+            rows=result.rows[row : row + num_rows],
+        )
+
+    def _reply(self, peer: bytes, replies: list[Reply]) -> None:
+        """Send a gateway what a batch has for it: single rows in one message, larger parts uncopied each in its own."""
+        single = [reply for reply in replies if len(reply.rows) == 1]
+        messages: list[Message] = [reply for reply in replies if len(reply.rows) > 1]
+        messages += [Replies.of(single)] if len(single) > 1 else single
+        self._actions.extend(ToGateway(peer, message) for message in messages)
 
     def _retry(self, part: Part, error: ServiceError) -> None:
         if part.pending.settled:

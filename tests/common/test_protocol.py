@@ -7,6 +7,7 @@ import random
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from common.protocol import (
     Message,
     Ping,
     Refuse,
+    Replies,
     Reply,
     Request,
     Result,
@@ -107,6 +109,7 @@ MESSAGES: list[Message] = [
     dataclasses.replace(BATCH, span_counts=TYPES_AND_SPANS["span_counts"], spans=TYPES_AND_SPANS["spans"]),
     dataclasses.replace(BATCH, encodings=uint8(SPARSE, SPARSE), **TYPES_AND_SPANS),
     Reply(1, 0, 10, 20, np.ones((1, 3), dtype=np.uint8)),
+    Replies.of([Reply(1, 0, 10, 20, np.ones((1, 3), np.uint8)), Reply(2, 4, 11, 20, np.zeros((1, 3), np.uint8))]),
     Failure(1, "overloaded", "full", None, 2500),
     Failure(1, "nonfinite_output", "NaN", 3, None),
     Refuse("version", "install one version"),
@@ -324,6 +327,16 @@ def request_frames(**changes: object) -> list[bytes]:
     for name, value in changes.items():
         header[names.index(name)] = value
     return [msgpack.packb(header), *frames[1:]]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [np.zeros((1, 3)), np.zeros((2, 2)), np.zeros((3, 3)), [[1, 0, 10], [-2, 0, 10]], [[1, 0, 10], [2, -1, 10]]],
+    ids=["too few", "too short", "too many", "no id", "no row"],
+)
+def test_replies_need_three_numbers_for_each_row(answers: npt.ArrayLike) -> None:
+    with pytest.raises(ValueError, match="three non-negative numbers"):
+        Replies(20, np.asarray(answers, dtype=np.int64), np.zeros((2, 8), dtype=np.uint8))
 
 
 @pytest.mark.parametrize(

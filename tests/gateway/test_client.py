@@ -28,6 +28,7 @@ from common.protocol import (
     Message,
     Ping,
     Refuse,
+    Replies,
     Reply,
     Request,
     Result,
@@ -451,6 +452,22 @@ async def test_a_reply_beyond_the_rows_of_its_piece_is_a_protocol_error(ledger: 
     for request, first_row in ((first, 1), (first, 2**62), (second, 0)):
         with pytest.raises(ProtocolError):
             ledger.on_message(Reply(request.request_id, first_row, 1, 1, rows), 0)
+
+
+async def test_of_replies_that_came_together_one_that_does_not_fit_leaves_the_others_alone(
+    ledger: Ledger, wire: Wire
+) -> None:
+    entries = [OpenRequest.of(sequences(3), make_options(2)) for _ in range(3)]
+    for entry in entries:
+        ledger.open(entry, 0)
+    first, second, third = (request.request_id for request in wire.requests())
+    rows = np.array([[1, 2], [3, 4], [5, 6]], dtype=np.float32).view(np.uint8)
+    answers = np.array([[first, 0, 10], [second, 1, 11], [third, 0, 12]])  # the second request has one row
+    with pytest.raises(ProtocolError):
+        ledger.on_message(Replies(20, answers, rows), 0)
+    assert [entry.future.done() for entry in entries] == [True, False, True]
+    embedded = await entries[2].future
+    assert (embedded.rows.tolist(), embedded.queue_us, embedded.step_us) == ([[5, 6]], 12, 20)
 
 
 async def test_sparse_rows_may_be_wider_in_every_reply_and_what_is_no_sparse_row_is_a_protocol_error(

@@ -25,6 +25,7 @@ from common.protocol import (
     ModelFacts,
     Ping,
     Refuse,
+    Replies,
     Reply,
     Request,
     Result,
@@ -116,7 +117,9 @@ class Rig:
             if isinstance(action, Kill):
                 self.killed.append(action.peer)
             else:
-                self._sent.append((action.peer, action.message))
+                # What travels together is looked at reply by reply.
+                messages = action.message.each() if isinstance(action.message, Replies) else [action.message]
+                self._sent.extend((action.peer, message) for message in messages)
 
 
 def make_request(
@@ -295,6 +298,35 @@ def test_work_goes_to_the_worker_with_the_least_in_its_hands(rig: Rig) -> None:
     assert [ids(batch) for batch in rig.take(Batch, b"w1")] == [[2]]
     rig.request(3, [3])
     assert [ids(batch) for batch in rig.take(Batch, b"w1")] == [[3]]
+
+
+def test_single_rows_of_a_batch_travel_together_to_each_gateway_and_longer_parts_alone(rig: Rig) -> None:
+    rig.join(b"g1")
+    for blocker in (1, 2):
+        rig.request(blocker, [blocker])
+    for request_id, peer, sequences in (
+        (3, b"g0", [[3]]),
+        (4, b"g1", [[4]]),
+        (5, b"g0", [[5], [6]]),
+        (6, b"g0", [[7]]),
+    ):
+        rig.gateway(make_request(request_id, *sequences), peer)
+    first, _ = rig.take(Batch)
+    rig.finish(first)
+    (batch,) = rig.take(Batch)
+    rig.take(Reply)
+
+    result = Result(EPOCH, batch.batch_id, 5000, np.zeros(0, dtype=np.int32), oracle_rows(batch))
+    actions = rig.core.on_worker_message(b"w0", result, rig.now_ns)
+
+    alone, together, other = [action for action in actions if not isinstance(action, Kill)]
+    assert [action.peer for action in (alone, together, other)] == [b"g0", b"g0", b"g1"]
+    assert isinstance(together.message, Replies)
+    assert [(reply.request_id, reply.first_row) for reply in together.message.each()] == [(3, 0), (6, 0)]
+    np.testing.assert_array_equal(together.message.rows.view(np.float32), [oracle_vector([3]), oracle_vector([7])])
+    assert isinstance(alone.message, Reply)
+    assert isinstance(other.message, Reply)
+    assert [(reply.request_id, len(reply.rows)) for reply in (alone.message, other.message)] == [(5, 2), (4, 1)]
 
 
 def test_a_long_request_is_answered_in_parts_whose_places_are_told(rig: Rig) -> None:
