@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -49,7 +50,6 @@ from common.protocol import (
     Request,
     Spans,
     Welcome,
-    cu_seqlens,
     max_rows,
     row_bytes,
     sparse_bytes,
@@ -122,11 +122,11 @@ class OpenRequest:
     options: Options
     token_ids: npt.NDArray[np.int32]  # [tokens]
     lengths: npt.NDArray[np.int32]  # [sequences]
-    offsets: npt.NDArray[np.int32]  # [sequences + 1] of tokens
+    offsets: list[int]  # [sequences + 1] of tokens; a list, since it is looked up a number at a time
     type_starts: npt.NDArray[np.int32]  # [sequences] or empty, as in a Request
     span_counts: npt.NDArray[np.int32]  # [sequences] or empty
     spans: npt.NDArray[np.int32]  # [rows, 2] or empty
-    row_offsets: npt.NDArray[np.int32] | None  # [sequences + 1]; None: a row a sequence
+    row_offsets: list[int] | None  # [sequences + 1]; None: a row a sequence
     rows: npt.NDArray[np.uint8]  # [rows, row bytes], filled as replies come; sparse ones widen it
     answered: npt.NDArray[np.bool_]  # [rows] since two schedulers may answer the same one
     unanswered: int  # rows
@@ -146,7 +146,7 @@ class OpenRequest:
         spans: Sequence[Spans] | None = None,
     ) -> OpenRequest:
         """A request for these sequences of token ids, on the running event loop; see `SchedulerClient.submit`."""
-        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
+        lengths = list(map(len, sequences))
         span_counts, all_spans, num_rows = NO_NUMBERS, NO_SPANS, len(sequences)
         if spans is not None:
             span_counts = np.fromiter(map(len, spans), dtype=np.int32, count=len(spans))
@@ -158,12 +158,12 @@ class OpenRequest:
             future=asyncio.get_running_loop().create_future(),
             options=options,
             token_ids=sequences[0] if len(sequences) == 1 else np.concatenate(sequences),
-            lengths=lengths,
-            offsets=cu_seqlens(lengths),
+            lengths=np.array(lengths, dtype=np.int32),
+            offsets=list(itertools.accumulate(lengths, initial=0)),
             type_starts=NO_NUMBERS if type_starts is None else np.asarray(type_starts, dtype=np.int32),
             span_counts=span_counts,
             spans=all_spans,
-            row_offsets=None if spans is None else cu_seqlens(span_counts),
+            row_offsets=None if spans is None else list(itertools.accumulate(span_counts.tolist(), initial=0)),
             rows=np.empty((num_rows, num_bytes), dtype=np.uint8),
             answered=np.zeros(num_rows, dtype=np.bool_),
             unanswered=num_rows,
@@ -171,7 +171,7 @@ class OpenRequest:
 
     def first_row(self, sequence: int) -> int:
         """The first row of a sequence."""
-        return sequence if self.row_offsets is None else int(self.row_offsets[sequence])
+        return sequence if self.row_offsets is None else self.row_offsets[sequence]
 
     def fill(self, first: int, rows: npt.NDArray[np.uint8]) -> int:
         """Take the rows from `first` on, each at least as wide as this request needs; how many of them are new.
@@ -212,7 +212,7 @@ class _Piece:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.request.offsets[self.stop] - self.request.offsets[self.start])
+        return self.request.offsets[self.stop] - self.request.offsets[self.start]
 
 
 class Ledger:
@@ -422,10 +422,9 @@ class Ledger:
         self.close(piece.request)
 
 
-def _piece_end(offsets: npt.NDArray[np.int32], start: int, most: int) -> int:
+def _piece_end(offsets: list[int], start: int, most: int) -> int:
     """Where a piece that begins at `start` ends: as many sequences as have `most` tokens (or rows), at least one."""
-    fitting_end = int(np.searchsorted(offsets, int(offsets[start]) + most, side="right")) - 1
-    return max(fitting_end, start + 1)
+    return max(bisect_right(offsets, offsets[start] + most) - 1, start + 1)
 
 
 def _check_span_counts(span_counts: npt.NDArray[np.int32], most: int) -> None:
