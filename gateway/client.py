@@ -449,6 +449,7 @@ class SchedulerClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
         self._next_reconnect_ns = 0
+        self._receive_due = False
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -510,7 +511,9 @@ class SchedulerClient:
         timer = self._loop.call_later(max(0, options.deadline_ns - now_ns()) / 1e9, request.fail, late)
         try:
             self._ledger.open(request, now_ns())
-            self._loop.call_soon(self._receive)  # see _receive
+            if not self._receive_due:
+                self._receive_due = True
+                self._loop.call_soon(self._receive)  # see there; once for all that is sent before it runs
             return await request.future
         finally:
             timer.cancel()
@@ -521,6 +524,7 @@ class SchedulerClient:
 
         ZeroMQ's descriptor signals an edge, and a send may consume it: so this also runs after every send.
         """
+        self._receive_due = False
         facts, refused = self._ledger.facts, self._ledger.refused
         while True:
             try:
