@@ -70,6 +70,14 @@ _REJOIN_NS = 700_000_000
 # has given the connection up by then too, and a connection that comes back under its old routing id is a black hole.
 _SILENT_NS = 2_000_000_000
 
+# One that has died is another matter: it is started again, which takes a second or three, and new requests wait for it
+# as the older ones do. One that stays away for so long is down. (As the scheduler does while it has no worker.)
+_RECOVERY_NS = 15_000_000_000
+
+# How one tells them apart: the connection to a dead process ends with it, and nothing can be sent; one to a process
+# that hangs takes what is sent until a heartbeat is missed, two seconds or more after we have last heard of it.
+_DISCONNECTED_NS = 1_500_000_000
+
 
 # One of: float32 [rows, dimensions], int8 [rows, dimensions], uint8 [rows, ceil(dimensions / 8)] (of binary: one bit a
 # dimension, the first in the lowest bit of the first byte), uint8 [rows, bytes] (of sparse: `read_sparse` takes a row).
@@ -229,6 +237,7 @@ class Ledger:
         self._welcome: Welcome | None = None
         self._status: Ping | None = None
         self._asked = False  # to be let in, and not answered yet
+        self._died = False  # the scheduler that we have last heard of
         self._last_heard_ns = now_ns
 
     def readiness(self, now_ns: int) -> Readiness:
@@ -258,10 +267,11 @@ class Ledger:
         """Accept a request: from here on it is answered through its future.
 
         Raises:
-            Unavailable: the scheduler does not answer, or no worker has ever been ready.
+            Unavailable: the scheduler hangs or stays away, or no worker has ever been ready.
             InvalidRequest: one sequence has more spans than any result holds; `param` names it.
         """
-        if self.refused is not None or self.facts is None or self.silent(now_ns):
+        returns = self._died and now_ns - self._last_heard_ns < _RECOVERY_NS
+        if self.refused is not None or self.facts is None or (self.silent(now_ns) and not returns):
             raise Unavailable(self.readiness(now_ns).reason + " Try again.", retry_after_s=1)
         if request.row_offsets is not None:
             _check_span_counts(request.span_counts, max_rows(self.facts))
@@ -284,6 +294,7 @@ class Ledger:
     def on_message(self, message: Message, now_ns: int) -> None:
         """Raises ProtocolError: the message, or one of its replies, does not fit what was asked and changed nothing."""
         self._last_heard_ns = now_ns
+        self._died = False
         if isinstance(message, Replies):
             self._on_replies(message)
         elif isinstance(message, Reply):
@@ -305,15 +316,21 @@ class Ledger:
         if self.refused is not None:
             return _TICK_S
         if self._welcome is None or now_ns - self._last_heard_ns >= _REJOIN_NS:
-            self._asked = self._send(Join(PROTOCOL_VERSION, self._name, os.getpid())) or self._asked
+            self._asked = self._pulse(Join(PROTOCOL_VERSION, self._name, os.getpid()), now_ns) or self._asked
             return _JOIN_TICK_S
-        self._send(Beat(self._welcome.epoch, 0))
+        self._pulse(Beat(self._welcome.epoch, 0), now_ns)
         self._submit_again(lambda piece: not piece.sent)
         return _TICK_S
 
     @property
     def num_pieces(self) -> int:
         return len(self._pieces)
+
+    def _pulse(self, message: Message, now_ns: int) -> bool:
+        sent = self._send(message)
+        if not sent and self._welcome is not None and now_ns - self._last_heard_ns < _DISCONNECTED_NS:
+            self._died = True
+        return sent
 
     def _on_welcome(self, welcome: Welcome) -> None:
         is_new = self._welcome is None or self._welcome.epoch != welcome.epoch

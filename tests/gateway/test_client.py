@@ -604,6 +604,48 @@ async def test_a_silent_scheduler_makes_new_requests_503_and_keeps_what_is_held(
     ledger.open(make_open(5), 3 * SECOND)
 
 
+async def test_while_a_dead_scheduler_is_started_again_new_requests_wait_for_the_next(
+    ledger: Ledger, wire: Wire
+) -> None:
+    wire.cut = True
+    ledger.on_tick(SECOND // 4)  # nothing can be sent at once: it is not silent, it is gone
+    waiting = make_open(5)
+    ledger.open(waiting, 3 * SECOND)
+    wire.cut = False
+    ledger.on_message(Welcome(1, 8, True, FACTS, 10, 20), 4 * SECOND)
+    (request,) = wire.requests()
+    ledger.on_message(reply(request), 4 * SECOND)
+    assert (await waiting.future).rows[:, 0].tolist() == [1]
+
+
+async def test_a_dead_scheduler_that_stays_away_makes_new_requests_503(ledger: Ledger, wire: Wire) -> None:
+    wire.cut = True
+    ledger.on_tick(SECOND // 4)
+    ledger.open(make_open(5), 14 * SECOND)
+    with pytest.raises(Unavailable):
+        ledger.open(make_open(5), 15 * SECOND)
+
+
+async def test_a_connection_that_ends_after_a_long_silence_was_one_to_a_scheduler_that_hangs(
+    ledger: Ledger, wire: Wire
+) -> None:
+    ledger.on_tick(SECOND)
+    wire.cut = True  # the transport has missed its heartbeat
+    ledger.on_tick(2 * SECOND)
+    with pytest.raises(Unavailable):
+        ledger.open(make_open(5), 2 * SECOND)
+
+
+async def test_a_scheduler_that_came_back_and_hangs_makes_new_requests_503(ledger: Ledger, wire: Wire) -> None:
+    wire.cut = True
+    ledger.on_tick(SECOND // 4)
+    wire.cut = False
+    ledger.on_message(Welcome(1, 8, True, FACTS, 10, 20), SECOND)
+    ledger.on_tick(2 * SECOND)
+    with pytest.raises(Unavailable):
+        ledger.open(make_open(5), 3 * SECOND)
+
+
 async def test_it_joins_again_when_pulses_are_missed(ledger: Ledger, wire: Wire) -> None:
     ledger.on_tick(SECOND // 2)
     ledger.on_tick(SECOND)
