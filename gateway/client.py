@@ -328,8 +328,11 @@ class Ledger:
 
     def _pulse(self, message: Message, now_ns: int) -> bool:
         sent = self._send(message)
-        if not sent and self._welcome is not None and now_ns - self._last_heard_ns < _DISCONNECTED_NS:
+        if not (sent or self._died or self._welcome is None) and now_ns - self._last_heard_ns < _DISCONNECTED_NS:
             self._died = True
+            # This line has a second reader. supervisord sleeps through a child's death for up to a second, and for
+            # another one until it starts the next, unless something comes by its pipes, as what is logged does.
+            logger.warning("the scheduler is gone; %d requests wait for the next", len(self._pieces))
         return sent
 
     def _on_welcome(self, welcome: Welcome) -> None:

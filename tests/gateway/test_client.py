@@ -605,12 +605,14 @@ async def test_a_silent_scheduler_makes_new_requests_503_and_keeps_what_is_held(
 
 
 async def test_while_a_dead_scheduler_is_started_again_new_requests_wait_for_the_next(
-    ledger: Ledger, wire: Wire
+    ledger: Ledger, wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire.cut = True
     ledger.on_tick(SECOND // 4)  # nothing can be sent at once: it is not silent, it is gone
+    ledger.on_tick(SECOND // 2)
     waiting = make_open(5)
     ledger.open(waiting, 3 * SECOND)
+    assert caplog.messages == ["the scheduler is gone; 0 requests wait for the next"]
     wire.cut = False
     ledger.on_message(Welcome(1, 8, True, FACTS, 10, 20), 4 * SECOND)
     (request,) = wire.requests()
