@@ -67,6 +67,12 @@ _BEAT_S = 0.25
 _SILENCE_S = 0.75  # three Pings missed: the scheduler may be another one, so introduce ourselves again
 _LINGER_MS = 500  # for last words
 _MAX_STEP_S = 60.0  # the scheduler gives up sooner; this is for a scheduler that has started since, and knows nothing
+_LONG_STEP_PART = 3  # at this part of that the log says where a step is: the scheduler ends us without a word
+
+# Without a turn of this loop for so long, since something holds the interpreter, say, the log says where every thread
+# is: half a second later the scheduler gives us up.
+_MUTE_S = 1.5
+
 _STOP_S = 0.25  # for the compute thread, which should be idle by then
 
 # So many introductions without any answer, more than two seconds: the transport has given the connection up by then,
@@ -107,6 +113,7 @@ class Server:
         self._next_hello_s = 0.0
         self._unanswered = 0
         self._status: int | None = None
+        self._told_of_s: float | None = None  # when the step began that the log tells of
 
     def run(self) -> int:
         """Serve until a signal or a refusal. Returns the exit status.
@@ -125,6 +132,7 @@ class Server:
             self._send_due(time.monotonic())
             self._check_step(time.monotonic())
             self._check_signals(time.monotonic())
+        faulthandler.cancel_dump_traceback_later()
         if self._dealer is not None:
             self._dealer.close(_LINGER_MS)
         self._context.term()
@@ -246,6 +254,7 @@ class Server:
             self._held.discard(self._unsent.popleft().batch_id)
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + _BEAT_S
+            faulthandler.dump_traceback_later(_MUTE_S)  # by a thread that needs no interpreter; 0.1 ms
             # Draining, it declines batches; its Goodbye gives them back, so they are not missing.
             held = len(self._held) if self._drain_deadline_s is None else _MAX_HELD
             if self._epoch is not None and not self._dealer.send(Beat(self._epoch, held)):
@@ -269,10 +278,15 @@ class Server:
 
     def _check_step(self, now_s: float) -> None:
         began_s = self._compute.step_began_s
-        if self._status is None and began_s is not None and now_s - began_s >= self._max_step_s:
-            logger.critical("a step has not ended after %.0f s; where it is:", now_s - began_s)
-            faulthandler.dump_traceback()
+        if self._status is not None or began_s is None or now_s - began_s < self._max_step_s / _LONG_STEP_PART:
+            return
+        if now_s - began_s >= self._max_step_s:
             self._status = EXIT_STUCK
+        elif began_s == self._told_of_s:
+            return
+        self._told_of_s = began_s
+        logger.critical("a step has not ended after %.0f s; where it is:", now_s - began_s)
+        faulthandler.dump_traceback()
 
     def _check_signals(self, now_s: float) -> None:
         if self._status is not None or not self._signals:

@@ -301,13 +301,23 @@ def serve_one(run_dir: str, metrics: Metrics, engine: FakeEngine, token: int, ma
             step.arrived.set()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_signal_handlers")
-def test_a_step_that_does_not_end_ends_the_worker(
-    run_dir: str, start_scheduler: Callable[[], RunningScheduler], metrics: Metrics
+def test_a_step_that_does_not_end_ends_the_worker_and_the_log_says_where_it_is_well_before(
+    run_dir: str,
+    start_scheduler: Callable[[], RunningScheduler],
+    metrics: Metrics,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     start_scheduler()
 
-    assert serve_one(run_dir, metrics, FakeEngine(at_once=False), token=5, max_step_s=0.3) == EXIT_STUCK
+    assert serve_one(run_dir, metrics, FakeEngine(at_once=False), token=5, max_step_s=0.9) == EXIT_STUCK
+
+    told = [record for record in caplog.records if "a step has not ended" in record.getMessage()]
+    assert len(told) == 2
+    assert 0.3 < told[1].created - told[0].created < 0.9
+    assert capfd.readouterr().err.count("in _collect_all") == 2
 
 
 @pytest.mark.usefixtures("own_signal_handlers")
