@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 CHROMIUM := $(VENV)/chromium/chromium
 CHECKED := common gateway scheduler worker tests benchmarks
 
-.PHONY: install up test check format bench screenshot clean
+.PHONY: install up test soak check format bench screenshot clean
 
 install: $(INSTALLED)
 
@@ -28,6 +28,10 @@ up: install
 
 test: install $(CHROMIUM)
 	$(BIN)/python -m pytest
+
+# The promises of tests/faults/promises.py at their long counts: about a quarter of an hour.
+soak: install
+	FAULTS=soak $(BIN)/python -m pytest tests/faults
 
 check: install
 	$(BIN)/ruff format --check $(CHECKED)

@@ -34,13 +34,23 @@ class Wire:
     async def connect(cls, port: int) -> Wire:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
+    @property
+    def port(self) -> int:
+        """Of this end."""
+        return int(self._writer.get_extra_info("sockname")[1])
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has closed it, as far as is known, and everything it sent was read."""
+        return self._reader.at_eof() or self._writer.is_closing()
+
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def answer(self, *, to_head: bool = False) -> Answer:
+    async def answer(self, *, to_head: bool = False, timeout_s: float = 10) -> Answer:
         """The next answer; the one `to_head` has no body. Raises IncompleteReadError when there is none."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(timeout_s):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             line, *lines = head.strip().split("\r\n")
             version, status, _ = line.split(" ", 2)

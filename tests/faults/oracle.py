@@ -1,0 +1,193 @@
+"""A worker whose model is a hash: the real worker process around an engine that costs what it is told to.
+
+Everything but the model is the product's own (worker/server.py and worker/compute.py: the socket, the handshake, beats,
+draining, the watchdog), so what a fault does to it is what it does to a real one. The time of a step is slept, so that
+capacity is set by a test and not by the machine. Some words of the tokenizer's are faults: a worker that runs a
+sequence with one misbehaves, as often as the word stands there, counted over all workers of a suite; then it is a word
+like any other.
+
+    python -m tests.faults.oracle worker --folder MODEL --step-ms 10 --token-us 200
+
+The argument `worker` is for who looks for the process. All else is configured as a worker is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import enum
+import hashlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from common.config import WorkerConfig
+from common.launch import run_process
+from common.metrics import open_metrics
+from common.protocol import Batch, ModelFacts, cu_seqlens
+from tests.fakes import FACTS, TokenIds, oracle_rows
+from worker.lazy import LazyTensor, Rows
+from worker.server import Server
+
+NUM_WORDS = 4000
+MAX_BATCH_TOKENS = 128
+
+
+class Fault(enum.IntEnum):
+    """What a token makes of the worker that runs it; the value is the token's id."""
+
+    ABORT = 4
+    HANG = 5  # the step does not end; Python goes on
+    HANG_WITH_GIL = 6  # nothing of Python goes on
+    EXIT = 7  # with status 0
+    SHORT_RESULT = 8  # a row is missing
+    NAN = 9  # its row is not finite
+
+
+_FIRST_WORD = 10
+VOCAB_SIZE = _FIRST_WORD + NUM_WORDS
+
+
+def write_model(folder: Path) -> None:
+    """The folder of a model of which there is only the tokenizer: w0 … w3999 and the faults, framed by [CLS], [SEP]."""
+    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3}
+    vocabulary |= {fault.name: int(fault) for fault in Fault}
+    vocabulary |= {f"w{index}": _FIRST_WORD + index for index in range(NUM_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def token_ids(text: str) -> list[int]:
+    """What the tokenizer makes of words, counted here once more."""
+    known = {fault.name: int(fault) for fault in Fault}
+    return [1, *(known.get(word) or _FIRST_WORD + int(word.removeprefix("w")) for word in text.split()), 2]
+
+
+class Running:
+    """What a worker is doing this moment, in a file that outlives it: how a test knows that it died in mid-batch."""
+
+    def __init__(self, run_dir: str | Path, slot: int) -> None:
+        path = Path(run_dir) / f"oracle-{slot}.running"
+        if not path.exists():
+            path.write_bytes(bytes(8))
+        self._sequences = np.memmap(path, dtype=np.int64, mode="r+", shape=(1,))
+
+    @property
+    def num_sequences(self) -> int:
+        """Of the batch that runs; 0 where none does."""
+        return int(self._sequences[0])
+
+    @num_sequences.setter
+    def num_sequences(self, count: int) -> None:
+        self._sequences[0] = count
+
+
+class OracleEngine:
+    """What `Compute` needs of an engine. A step has ended when `step` returns, as on a CPU."""
+
+    has_chores = False
+
+    def __init__(self, run_dir: str, slot: int, facts: ModelFacts, step_s: float, token_s: float) -> None:
+        self._run_dir = Path(run_dir)
+        self._facts = facts
+        self._step_s = step_s
+        self._token_s = token_s
+        self._running = Running(run_dir, slot)
+        self._running.num_sequences = 0  # the one before may have died in a batch
+
+    def hello(self) -> ModelFacts:
+        return self._facts
+
+    def step(self, batch: Batch) -> LazyTensor:
+        self._running.num_sequences = len(batch.lengths)
+        time.sleep(self._step_s + self._token_s * len(batch.token_ids))
+        rows = oracle_rows(batch)
+        finite = np.ones(len(rows), dtype=np.uint8)
+        for index, (start, stop) in enumerate(pairwise(cu_seqlens(batch.lengths))):
+            fault = self._due(batch.token_ids[start:stop])
+            if fault is Fault.NAN:
+                finite[index] = 0
+            elif fault is Fault.SHORT_RESULT:
+                rows, finite = rows[:-1], finite[:-1]
+            elif fault is not None:
+                _misbehave(fault)
+        self._running.num_sequences = 0
+        return LazyTensor(lambda: Rows(rows, finite))
+
+    def tend(self) -> None:
+        pass
+
+    def check_device(self, error: Exception) -> None:
+        pass
+
+    def _due(self, sequence: TokenIds) -> Fault | None:
+        """The fault that is to happen now for this sequence, noted as having happened."""
+        fault = next((Fault(number) for number in sequence if number in iter(Fault)), None)
+        times = sum(number == fault for number in sequence)
+        digest = hashlib.sha256(np.asarray(sequence, dtype="<i4").tobytes()).hexdigest()[:16]
+        for count in range(times):
+            try:
+                (self._run_dir / f"{digest}-{count}.fault").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            return fault
+        return None
+
+
+def _misbehave(fault: Fault) -> None:
+    if fault is Fault.ABORT:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.abort()
+    elif fault is Fault.EXIT:
+        os._exit(0)
+    elif fault is Fault.HANG:
+        time.sleep(3600)
+    else:
+        ctypes.PyDLL(None).sleep(3600)  # a PyDLL's functions are called with the GIL held
+
+
+def _facts(folder: Path) -> ModelFacts:
+    return dataclasses.replace(
+        FACTS,
+        folder=str(folder),
+        tokenizer_sha256=hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
+        vocab_size=VOCAB_SIZE,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("role", choices=["worker"])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--step-ms", type=float, required=True)
+    parser.add_argument("--token-us", type=float, required=True)
+    costs, flags = parser.parse_known_args()
+    sys.argv[1:] = flags  # the rest is a worker's own
+
+    def run(config: WorkerConfig, joined: Callable[[], None]) -> int:
+        def build() -> OracleEngine:
+            facts = _facts(costs.folder)
+            return OracleEngine(config.run_dir, config.slot, facts, costs.step_ms / 1e3, costs.token_us / 1e6)
+
+        return Server(config, open_metrics(config.run_dir), build, joined).run()
+
+    run_process("worker", WorkerConfig, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The suite that faults are done to, and what does them: signals to one process, restarts by supervisord's own control.
+
+Gateways, the scheduler, the workers' process and supervisord.conf are the product's own; only a worker's model is a
+hash (oracle.py). Nothing here knows what is promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import re
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from xmlrpc.client import ServerProxy
+
+from supervisor.xmlrpc import SupervisorTransport
+
+from tests.faults.oracle import write_model
+from tests.suite import ROOT, Suite, free_port
+
+NUM_GATEWAYS = 2
+NUM_WORKERS = 2
+STEP_MS = 10.0
+TOKEN_US = 200.0
+
+_LOST = re.compile(
+    r"^(?P<when>\S+ \S+) \w+ scheduler scheduler\.core: \S+ \(pid (?P<pid>\d+)\) (lost|is gone): (?P<reason>\w+)",
+    re.MULTILINE,
+)
+
+
+class OracleSuite(Suite):
+    """Two gateways, a scheduler and two oracle workers under the real supervisord.conf."""
+
+    def __init__(self, folder: str) -> None:
+        write_model(Path(folder, "model"))
+        Path(folder, "run").mkdir(mode=0o700)
+        port = free_port()
+        conf = (ROOT / "supervisord.conf").read_text()
+        oracle = f"{sys.executable} -m tests.faults.oracle worker --folder {folder}/model"
+        for shipped, own in (
+            ('HEDGEROW_PORT="8080"', f'HEDGEROW_PORT="{port}"'),
+            ('HEDGEROW_GATEWAYS="2"', f'HEDGEROW_GATEWAYS="{NUM_GATEWAYS}"'),
+            ('HEDGEROW_WORKERS="1"', f'HEDGEROW_WORKERS="{NUM_WORKERS}"'),
+            ("command=hedgerow worker", f"command={oracle} --step-ms {STEP_MS} --token-us {TOKEN_US}"),
+        ):
+            assert conf.count(shipped) == 1, shipped
+            conf = conf.replace(shipped, own)
+        Path(folder, "supervisord.conf").write_text(conf)
+        command = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", f"{folder}/supervisord.conf"]
+        super().__init__(f"{folder}/run", command=command, port=port)
+
+    async def ready(self, workers: int = NUM_WORKERS, instead_of: Process | None = None) -> float:
+        """Wait until all of it serves, another process in the place of one that ended; when that was seen."""
+        async with asyncio.timeout(60):
+            while not await asyncio.to_thread(self._is_ready, workers, instead_of):
+                await asyncio.sleep(0.02)
+        return time.time()
+
+    async def not_ready(self) -> float:
+        """Wait until /ready is not 200; when that was seen."""
+        async with asyncio.timeout(10):
+            while (await asyncio.to_thread(self.get, "/ready"))[0] == 200:
+                await asyncio.sleep(0.005)
+        return time.time()
+
+    async def fault_began(self) -> float:
+        """Wait for the next fault word to be run by a worker, of which there must be none under way; when it was."""
+        known = set(self.run_dir.glob("*.fault"))
+        async with asyncio.timeout(10):
+            while not (new := set(self.run_dir.glob("*.fault")) - known):
+                await asyncio.sleep(0.005)
+        (path,) = new
+        return path.stat().st_mtime
+
+    def _is_ready(self, workers: int, instead_of: Process | None) -> bool:
+        if instead_of is not None:
+            pid = self.pids(instead_of.role).get(instead_of.name)
+            if pid in (None, instead_of.pid):
+                return False
+            # Gauges are a quarter of a second old; they do not tell it from the one before.
+            if instead_of.role != "scheduler" and not re.search(rf"(joined|is ready) \(pid {pid}\W", self.log()):
+                return False
+        found = self.metrics()
+        return (
+            found.get('hedgerow_workers{state="ready"}') == workers
+            and found.get("hedgerow_gateways") == NUM_GATEWAYS
+            and self.get("/ready")[0] == 200
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its name and labels, as they are written there; empty while nobody answers."""
+        status, body = self.get("/metrics")
+        lines = body.decode().splitlines() if status == 200 else []
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+    def losses(self) -> dict[int, tuple[float, str]]:
+        """When (seconds since the epoch) and why the scheduler gave up each process, by pid, of all that it has."""
+        found = {}
+        for match in _LOST.finditer(self.log()):
+            when = datetime.datetime.strptime(match["when"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            found[int(match["pid"])] = (when, match["reason"])
+        return found
+
+    # --- supervisord's control ---
+
+    async def stop_program(self, name: str) -> None:
+        """`worker:worker-0`, `gateway:gateway-1`, `scheduler`; returns when it has ended."""
+        await asyncio.to_thread(self._control, "stopProcess", name)
+
+    async def start_program(self, name: str) -> None:
+        await asyncio.to_thread(self._control, "startProcess", name)
+
+    async def restart_program(self, name: str) -> None:
+        await self.stop_program(name)
+        await self.start_program(name)
+
+    def _control(self, method: str, name: str) -> None:
+        transport = SupervisorTransport(None, None, f"unix://{self.run_dir}/supervisor.sock")
+        try:
+            getattr(ServerProxy("http://127.0.0.1", transport=transport).supervisor, method)(name, True)
+        finally:
+            transport.close()
+
+
+class Process:
+    """One process of the suite, held by a pidfd: a signal reaches it or nobody."""
+
+    def __init__(self, suite: Suite, name: str) -> None:
+        """`name`: worker-0, gateway-1, scheduler-0."""
+        self.role = name.partition("-")[0]
+        self.name = name
+        self.pid = suite.pids(self.role)[name]
+        self._pidfd = os.pidfd_open(self.pid)
+        assert suite.pids(self.role).get(name) == self.pid, "it ended while it was looked for"
+
+    def send(self, number: signal.Signals) -> float:
+        """When it was sent, in seconds since the epoch, as the log counts."""
+        signal.pidfd_send_signal(self._pidfd, number)
+        return time.time()
+
+    async def ended(self, timeout_s: float = 60) -> float:
+        """Wait until it has ended; when that was seen, in seconds since the epoch."""
+        readable, _, _ = await asyncio.to_thread(select.select, [self._pidfd], [], [], timeout_s)
+        assert readable, f"{self.name} (pid {self.pid}) has not ended after {timeout_s} s"
+        return time.time()
+
+    def peer_ports(self) -> set[int]:
+        """The far ports of its TCP connections: those of the clients that it has accepted."""
+        sockets = set()
+        for path in Path(f"/proc/{self.pid}/fd").iterdir():
+            try:
+                sockets.add(path.readlink().name)
+            except OSError:
+                continue
+        lines = Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:]
+        fields = [line.split() for line in lines]
+        return {int(row[2].partition(":")[2], 16) for row in fields if f"socket:[{row[9]}]" in sockets} - {0}
+
+    def close(self) -> None:
+        os.close(self._pidfd)

@@ -1,0 +1,120 @@
+"""One promise put to the test: load, faults by schedule, and the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from tests.faults.ledger import Ledger, Sent
+from tests.faults.promises import Promise, Step, schedule
+from tests.faults.rig import OracleSuite
+
+# What has no reason to move unless a test names it.
+_STILL = ("hedgerow_worker_losses_total", "hedgerow_protocol_errors_total", "hedgerow_late_replies_total")
+
+_FAILURES = ("lost", "wrong", "torn", "unconnected", "refused", "cut")
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """`async with Trial(...)` runs the load; at the end of the block `judge` says whether the promise was kept."""
+
+    suite: OracleSuite
+    promise: Promise
+    seed: int
+    soak: bool
+    ledger: Ledger = field(init=False)
+    moved: dict[str, float] = field(default_factory=dict)  # metrics, since the beginning; after the block
+    after: dict[str, float] = field(default_factory=dict)  # what they are then
+    _series: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _faults: list[tuple[str, float]] = field(default_factory=list)
+    _before: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.suite.port, self.promise.load, self.seed)
+
+    async def __aenter__(self) -> Trial:
+        self._before = await asyncio.to_thread(self.suite.metrics)
+        await self.ledger.__aenter__()
+        await asyncio.sleep(0.5)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.ledger.__aexit__(*error)
+        await asyncio.sleep(0.3)  # gauges are set four times a second
+        self.after = await asyncio.to_thread(self.suite.metrics)
+        self.moved = {name: value - self._before.get(name, 0) for name, value in self.after.items()}
+
+    def steps(self) -> list[Step]:
+        return schedule(self.seed, self.promise.soak if self.soak else self.promise.quick)
+
+    @property
+    def num_requests(self) -> int:
+        return self.promise.soak_requests if self.soak else self.promise.quick_requests
+
+    def faulted(self, series: str = "stall_s") -> None:
+        """Something is done now: the longest latency of a request that it can have touched goes into this series."""
+        self._faults.append((series, time.monotonic()))
+
+    @staticmethod
+    def now_s() -> float:
+        """On the clock of the ledger."""
+        return time.monotonic()
+
+    async def settle(self) -> None:
+        """Wait until what is open now has ended: one fault's backlog is not to count as the next one's."""
+        for sent in self.ledger.in_hand():
+            await self.ledger.until(sent)
+
+    def measured(self, series: str, value: float) -> None:
+        self._series[series].append(value)
+
+    def judge(self, *, exactly: dict[str | tuple[str, ...], float], allowed: set[Sent] | None = None) -> str:
+        """Fails with everything that was broken; else the line that says what was measured.
+
+        `exactly`: how far metrics have moved, or several together; a `worker_losses` or `protocol_errors` that is not
+        named has not moved. `allowed`: requests that may have failed.
+        """
+        allowed = allowed or set()
+        counts = self.ledger.counts()
+        failures = [sent for sent in self.ledger.sent if sent.outcome in _FAILURES and sent not in allowed]
+        broken = [f"{sent.request_id} {sent.outcome}: {sent.detail}" for sent in failures]
+        self._measure_stalls()
+        measured = []
+        for figure in self.promise.figures:
+            values = self._series[figure.series]
+            assert values, f"nothing was measured of {figure.series}"
+            value = figure.of(values)
+            quantile = "worst" if figure.quantile == 1 else f"p{figure.quantile * 100:.0f}"
+            text = f"{figure.series} {quantile} {value:.3f} <= {figure.most:g}"
+            measured.append(text)
+            if value > figure.most:
+                broken.append(f"{text}: {[round(value, 3) for value in sorted(values)]}")
+        named = {name for key in exactly for name in ((key,) if isinstance(key, str) else key)}
+        still = [name for name in self.moved if name.startswith(_STILL) and name not in named]
+        for key, expected in [*exactly.items(), *((name, 0) for name in still)]:
+            moved = sum(self.moved.get(name, 0) for name in ((key,) if isinstance(key, str) else key))
+            if moved != expected:
+                broken.append(f"{key} moved by {moved:g}, not {expected:g}")
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+        line = f"{self.promise.name} seed {self.seed}: {len(self.ledger.sent)} requests: {outcomes}; " + "; ".join(
+            measured
+        )
+        assert not broken, "\n".join([line, *broken[:40], self.suite.log()[-6000:]])
+        return line
+
+    def answers(self) -> dict[str | tuple[str, ...], float]:
+        """What gateways count of the requests here that were answered, where no gateway is killed."""
+        answered = [sent for sent in self.ledger.sent if sent.outcome == "answered"]
+        return {
+            'hedgerow_requests_total{route="/v1/embeddings",status="200"}': len(answered),
+            "hedgerow_inputs_total": sum(len(sent.texts) for sent in answered),
+        }
+
+    def _measure_stalls(self) -> None:
+        for (series, begun_s), (_, next_s) in pairwise([*self._faults, ("", float("inf"))]):
+            touched = [s.latency_s for s in self.ledger.sent if s.ended_s >= begun_s and s.due_s < next_s]
+            self._series[series].append(max(touched, default=0.0))
