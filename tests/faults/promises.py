@@ -87,13 +87,19 @@ PROMISES = {
         ),
         Promise(
             "A3",
-            "kill -9 of the scheduler fails no request, and no worker starts again",
+            "kill -9 of the scheduler, or twice in a row, fails no request, and no worker starts again",
             quick=6,
             soak=30,
             load=Load(rate=40, inputs=(1, 4)),
             figures=(
                 Figure("stall_s", 0.95, 2.5),
                 Figure("stall_s", 1, 4.0),
+                Figure(
+                    "stall_twice_s",
+                    1,
+                    6.0,
+                    "killed again within 0.2 s of its start: what was not ready waits a second before the next try",
+                ),
             ),
         ),
         Promise(

@@ -61,6 +61,13 @@ class OracleSuite(Suite):
                 await asyncio.sleep(0.02)
         return time.time()
 
+    async def successor(self, ended: Process) -> Process:
+        """The process that takes the place of one that has ended, as soon as it is there, ready or not."""
+        async with asyncio.timeout(60):
+            while (await asyncio.to_thread(self.pids, ended.role)).get(ended.name) in (None, ended.pid):
+                await asyncio.sleep(0.005)
+        return Process(self, ended.name)
+
     async def not_ready(self) -> float:
         """Wait until /ready is not 200; when that was seen."""
         async with asyncio.timeout(10):

@@ -92,12 +92,19 @@ async def test_the_scheduler_killed_fails_no_request_and_starts_no_worker_again(
 ) -> None:
     workers = suite.pids("worker")
     async with trial("A3") as running:
-        for step in running.steps():
+        for number, step in enumerate(running.steps()):
             await asyncio.sleep(step.delay_s)
             victim = Process(suite, "scheduler-0")
-            running.faulted()
+            twice = number % 3 == 2
+            running.faulted("stall_twice_s" if twice else "stall_s")
             victim.send(signal.SIGKILL)
             await victim.ended()
+            if twice:
+                victim.close()
+                victim = await suite.successor(victim)
+                await asyncio.sleep(0.2 * step.draw)
+                victim.send(signal.SIGKILL)
+                await victim.ended()
             await suite.ready(instead_of=victim)
             await running.settle()
             victim.close()
