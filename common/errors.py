@@ -1,25 +1,30 @@
-"""Every way in which a request can fail, as one tree. (What is not even HTTP is told apart in `gateway/http.py`.)
+"""Every way in which a request can fail, as one tree, and the exit statuses of our processes.
 
 A class is a wire code, an HTTP status and an occasion. The gateway renders it as the error body; the
 scheduler sends it as a `Failure` message (`protocol.py`) and `from_wire` makes the class again on the other side.
 
     ServiceError
-    ├── InvalidRequest        400  the client's input is wrong (its own `code`, for example empty_input)
-    ├── AuthenticationFailed  401  invalid_api_key: no key, or not one of ours
-    ├── Forbidden             403  forbidden: the key is known, and may not do this
-    ├── NotFound              404  unknown_route, model_not_found
-    ├── MethodNotAllowed      405  method_not_allowed
-    ├── RequestTimeout        408  request_timeout: the request did not arrive in time
-    ├── TooLarge              413  body_too_large, too_many_chunks
-    ├── UnsupportedMedia      415  unsupported_media_type, unsupported_encoding
-    ├── Overloaded            429  overloaded: the queue is full
-    ├── RateLimited           429  rate_limit_exceeded: the key's own share of tokens is used up
-    ├── InternalError         500  internal_error: our bug
-    │   ├── NonfiniteOutput   500  nonfinite_output: the model made a NaN or an infinity of this input
-    │   └── InputQuarantined  500  input_quarantined: every worker that ran this input died
-    ├── Unavailable           503  no_capacity: no worker is ready
-    │   └── ShuttingDown      503  shutting_down
-    └── DeadlineExceeded      504  deadline_exceeded: the request's own deadline
+    ├── InvalidRequest          400  the client's input is wrong (its own `code`, for example empty_input)
+    │   ├── BadRequest          400  bad_request: not HTTP as we take it
+    │   ├── TargetTooLong       414  header_too_large: its target
+    │   ├── ExpectationFailed   417  expectation_failed: `Expect` asks for what is not done here
+    │   ├── HeaderTooLarge      431  header_too_large
+    │   └── VersionNotSupported 505  bad_request: HTTP, but neither 1.1 nor 1.0
+    ├── AuthenticationFailed    401  invalid_api_key: no key, or not one of ours
+    ├── Forbidden               403  forbidden: the key is known, and may not do this
+    ├── NotFound                404  unknown_route, model_not_found
+    ├── MethodNotAllowed        405  method_not_allowed
+    ├── RequestTimeout          408  request_timeout: the request did not arrive in time
+    ├── TooLarge                413  body_too_large, too_many_chunks
+    ├── UnsupportedMedia        415  unsupported_media_type, unsupported_encoding
+    ├── Overloaded              429  overloaded: the queue is full
+    ├── RateLimited             429  rate_limit_exceeded: the key's own share of tokens is used up
+    ├── InternalError           500  internal_error: our bug
+    │   ├── NonfiniteOutput     500  nonfinite_output: the model made a NaN or an infinity of this input
+    │   └── InputQuarantined    500  input_quarantined: every worker that ran this input died
+    ├── Unavailable             503  no_capacity: no worker is ready
+    │   └── ShuttingDown        503  shutting_down
+    └── DeadlineExceeded        504  deadline_exceeded: the request's own deadline
 
 A peer that speaks nonsense is not a request's failure: `ProtocolError` is counted and the loop goes on.
 """
@@ -27,6 +32,12 @@ A peer that speaks nonsense is not a request's failure: `ProtocolError` is count
 from __future__ import annotations
 
 from typing import ClassVar
+
+# Exit statuses. argparse ends with the second one by itself.
+EX_FAILURE = 1
+EX_USAGE = 2
+EX_BUSY = 75  # EX_TEMPFAIL: somebody else has this place now
+EX_CONFIG = 78  # another try is in vain
 
 
 class ProtocolError(Exception):
@@ -72,6 +83,32 @@ class InvalidRequest(ServiceError):
     status = 400
     type = "invalid_request_error"
     default_code = "invalid_value"
+
+
+class BadRequest(InvalidRequest):
+    """The connection closes after it: where the next request begins is unknown."""
+
+    default_code = "bad_request"
+
+
+class TargetTooLong(InvalidRequest):
+    status = 414
+    default_code = "header_too_large"
+
+
+class ExpectationFailed(InvalidRequest):
+    status = 417
+    default_code = "expectation_failed"
+
+
+class HeaderTooLarge(InvalidRequest):
+    status = 431
+    default_code = "header_too_large"
+
+
+class VersionNotSupported(InvalidRequest):
+    status = 505
+    default_code = "bad_request"
 
 
 class AuthenticationFailed(ServiceError):

@@ -30,15 +30,11 @@ from typing import NoReturn
 from common import config as configuration
 from common import log, metrics
 from common.config import Config, InspectConfig, ServeConfig
+from common.errors import EX_BUSY, EX_CONFIG, EX_FAILURE, EX_USAGE
 from common.models import ModelNotFound, find_model
 from common.transport import AddressInUse, Lock, address, prepare_run_dir
 
 logger = logging.getLogger(__name__)
-
-EX_FAILURE = 1
-EX_USAGE = 2
-EX_BUSY = 75  # EX_TEMPFAIL: somebody else has this place now
-EX_CONFIG = 78  # another try is in vain
 
 _PR_SET_PDEATHSIG = 1
 _MAX_BACKOFF_S = 30

@@ -29,6 +29,7 @@ from aiohttp import web
 from common import metrics as metrics_module
 from common.config import GatewayConfig
 from common.errors import (
+    BadRequest,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -46,7 +47,7 @@ from common.transport import now_ns
 from gateway import cors, openapi
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import Key, KeyCheck, settle_lane
-from gateway.body import BadRequest, BodyLimits, read_body
+from gateway.body import BodyLimits, read_body
 from gateway.budgets import Budgets
 from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads

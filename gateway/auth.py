@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from common.errors import AuthenticationFailed, Forbidden
+from common.errors import EX_CONFIG, AuthenticationFailed, Forbidden
 
 if TYPE_CHECKING:
     from aiohttp import web  # `hedgerow serve` looks at a file of keys by this module, without half a second of imports
-
-EX_CONFIG = 78
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _LOOPBACK_PATHS = frozenset({"/metrics", "/docs", "/openapi.json", "/"})  # open to this host alone

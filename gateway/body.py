@@ -7,21 +7,10 @@ from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, StreamReader, web
 
-from common.errors import InvalidRequest, RequestTimeout, TooLarge, UnsupportedMedia
+from common.errors import BadRequest, ExpectationFailed, RequestTimeout, TooLarge, UnsupportedMedia
 from gateway.answers import JSON
 
 _MAX_CHUNKS = 65_536  # of one body: each costs far more than its bytes
-
-
-class ExpectationFailed(InvalidRequest):
-    status = 417
-    default_code = "expectation_failed"
-
-
-class BadRequest(InvalidRequest):
-    """What came is not HTTP as we take it. The connection closes: where the next request begins is unknown."""
-
-    default_code = "bad_request"
 
 
 @dataclass(frozen=True, slots=True)

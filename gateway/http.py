@@ -33,9 +33,17 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD
 from aiohttp.web_protocol import ERROR, _ErrInfo
 
-from common.errors import InternalError, InvalidRequest, RequestTimeout, ServiceError, Unavailable
+from common.errors import (
+    BadRequest,
+    HeaderTooLarge,
+    InternalError,
+    RequestTimeout,
+    ServiceError,
+    TargetTooLong,
+    Unavailable,
+    VersionNotSupported,
+)
 from gateway.answers import error_headers, new_request_id, render_error, server_timing
-from gateway.body import BadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -53,21 +61,6 @@ _BODY_BUFFER_BYTES = 16 * 1024
 # sending when the connection closes gets a reset, and may never see the answer.
 _LINGER_S = 2.0
 _MAX_LINGERING = 32  # of the connections over the limit; more are closed without this courtesy
-
-
-class _TargetTooLong(InvalidRequest):
-    status = 414
-    default_code = "header_too_large"
-
-
-class _HeaderTooLarge(InvalidRequest):
-    status = 431
-    default_code = "header_too_large"
-
-
-class _VersionNotSupported(InvalidRequest):
-    status = 505
-    default_code = "bad_request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +338,7 @@ class Connection(web.RequestHandler):
             return _bad_request()  # of several codings the parser looks at the last alone
         limit = self._server.limits.max_header_bytes
         if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > limit:
-            return _HeaderTooLarge(f"The header has more than {limit} bytes.")
+            return HeaderTooLarge(f"The header has more than {limit} bytes.")
         return None
 
     def _on_partial_header(self, num_bytes: int) -> None:
@@ -355,7 +348,7 @@ class Connection(web.RequestHandler):
         limits = self._server.limits
         if self._partial_bytes > limits.max_header_bytes + limits.max_target_bytes:
             self._stop_header_timer()
-            self._close_with(_HeaderTooLarge(f"The header has more than {limits.max_header_bytes} bytes."))
+            self._close_with(HeaderTooLarge(f"The header has more than {limits.max_header_bytes} bytes."))
 
     def _on_header_timeout(self) -> None:
         self._header_timer = None
@@ -426,11 +419,11 @@ def _error_of(exc: BaseException | None, limits: HttpLimits) -> ServiceError:
     if isinstance(exc, LineTooLong):
         # The parser has one exception for both; what it names is the limit, and ours differ.
         if exc.args[1] == limits.max_target_bytes:
-            return _TargetTooLong(f"The request's target has more than {limits.max_target_bytes} bytes.")
-        return _HeaderTooLarge(f"A line of the header has more than {limits.max_header_line_bytes} bytes.")
+            return TargetTooLong(f"The request's target has more than {limits.max_target_bytes} bytes.")
+        return HeaderTooLarge(f"A line of the header has more than {limits.max_header_line_bytes} bytes.")
     if isinstance(exc, HttpProcessingError):
         if exc.message == "Too many headers received":
-            return _HeaderTooLarge(f"The header has more than {limits.max_headers} lines.")
+            return HeaderTooLarge(f"The header has more than {limits.max_headers} lines.")
         if "Invalid HTTP version" in exc.message.partition(":\n\n")[0]:
             return _version_not_supported()
         return _bad_request()
@@ -441,8 +434,8 @@ def _bad_request() -> BadRequest:
     return BadRequest("This is not an HTTP/1.1 request that this server understands.")
 
 
-def _version_not_supported() -> _VersionNotSupported:
-    return _VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
+def _version_not_supported() -> VersionNotSupported:
+    return VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
 
 
 def _refusal_headers(error: ServiceError) -> dict[str, str]:

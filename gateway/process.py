@@ -20,6 +20,7 @@ import uvloop
 
 from common import log
 from common.config import GatewayConfig, api_key_from_environment
+from common.errors import EX_CONFIG
 from common.metrics import Metrics, open_metrics
 from gateway.app import Gateway
 from gateway.auth import KeyCheck, KeysRefused, known_keys
@@ -28,7 +29,6 @@ from gateway.client import SchedulerClient
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-EX_CONFIG = 78
 _REFUSED_S = 10.0
 
 
