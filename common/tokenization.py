@@ -7,7 +7,8 @@ Four rules that the `tokenizers` library does not keep by itself:
 - The file's own truncation and padding are switched off. (all-MiniLM-L6-v2's file pads every text to 128 tokens and
   cuts at 128, where its model takes 256.) Truncation happens here, a call at a time: the library keeps it as state of
   the shared object, and silently ignores a limit below the number of special tokens.
-- Only as much of an over-long text is tokenized as can matter (see `_relevant_part`).
+- Only as much of an over-long text is tokenized as can matter, and never more than a fixed number of characters (see
+  `_encode_relevant_part`): 16 MiB without white space would take the library 10 s and 2 GiB in one call.
 - Its panics are BaseExceptions: they are caught here and raised as our own bug, for one request alone.
 - Whether text that spells a special token is that token is settled when a reader is made: the library has a switch
   for it, which is state of the shared object, too.
@@ -37,12 +38,15 @@ TokenIds = npt.NDArray[np.int32]
 NameOf = Callable[[int], str]  # from a text's place in a list to how errors call it
 
 # No tokenizer in use makes one token of more than about 20 characters of real text. Beyond this many characters a token
-# of the limit, a text is over-long whatever it says, and is refused unread.
+# of the limit, a text is over-long whatever it says, and is refused unread; of one that may be cut no more is read.
 MAX_CHARS_PER_TOKEN = 32
 
 # How much of an over-long text is looked at first, and by how much more when that was too little.
 _FIRST_CHARS_PER_TOKEN = 8
 _GROWTH = 4
+
+# The first tokens of a text can be asked for beyond the model's limit, to keep the last of them: as far as this many.
+_MAX_FIRST_TOKENS = 16_384
 
 # A part must hold so many tokens more than are kept: those beside its cut may differ from the whole text's.
 _MARGIN_TOKENS = 128  # a word of more than 100 characters is one [UNK] in WordPiece; cut in two, up to 100 tokens
@@ -70,7 +74,7 @@ class Content:
     """A text's own tokens, without special ones around it."""
 
     ids: TokenIds  # [tokens]
-    whole: bool  # false: they are a part's, since the text is over-long; they reach as far as was asked for
+    whole: bool  # false: they are a part's, since the text is over-long: as far as was asked for, or as is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,17 +282,26 @@ class TextReader:
         """An encoding whose first (or last) `room` tokens are those of the whole text, and whether it is all of it.
 
         The part is cut at white space, where every pre-tokenizer in use splits, so that its words are the text's
-        words; more of the text is taken while the part holds too few tokens. A long run without white space is cut
+        words; more of the text is taken where the part holds too few tokens. A long run without white space is cut
         anywhere: what that changes lies beside the cut, in the margin, but for a run that repeats itself, whose tokens
         may then begin elsewhere.
+
+        No more than `MAX_CHARS_PER_TOKEN` characters a token of the model's limit (or of a larger `room`) are read, or
+        up to twice as many on the way to white space. Where these hold fewer tokens than `room` and the margin (a word
+        of megabytes, pages of zero-width characters), it is their tokens that are returned: fewer than the whole text
+        has, and the last ones possibly others. Blank space at the end that is kept is not counted if it repeats itself.
         """
         num_chars = _FIRST_CHARS_PER_TOKEN * self._max_tokens
+        most = MAX_CHARS_PER_TOKEN * max(self._max_tokens, min(room, _MAX_FIRST_TOKENS))
         while True:
             part = _relevant_part(text, direction, num_chars)
             encoding = self.encode([part], special_tokens=False)[0]
-            if len(encoding.ids) >= room + _MARGIN_TOKENS or len(part) == len(text):
-                return encoding, len(part) == len(text)
-            num_chars *= _GROWTH
+            whole = len(part) == len(text)
+            if whole or num_chars == most or len(encoding.ids) >= room + _MARGIN_TOKENS:
+                return encoding, whole
+            if not encoding.ids:
+                text = _without_repetitions(text, direction, part)
+            num_chars = min(num_chars * _GROWTH, most)
 
 
 class Tokenizer:
@@ -458,6 +471,20 @@ def _relevant_part(text: str, direction: Direction, num_chars: int) -> str:
     while cut > farthest and not text[cut].isspace():
         cut -= 1
     return text[cut:]
+
+
+def _without_repetitions(text: str, direction: Direction, part: str) -> str:
+    """The text with `part` once at its beginning (or end), where it stands several times in a row."""
+    size = len(part)
+    if direction == "right":
+        start = 0
+        while text.startswith(part, start + size):
+            start += size
+        return text[start:]
+    stop = len(text)
+    while text.endswith(part, 0, stop - size):
+        stop -= size
+    return text[:stop]
 
 
 def context_length_exceeded(

@@ -7,13 +7,14 @@ import hashlib
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common.errors import InvalidRequest
 from common.models import find_model
-from common.tokenization import Tokenizer, TruncationRule, load_tokenizer
+from common.tokenization import Direction, Tokenizer, TruncationRule, load_tokenizer
 from tests.fakes import FACTS
 
 pytestmark = pytest.mark.slow
@@ -93,3 +94,53 @@ def test_where_nothing_may_be_cut_a_very_long_text_is_refused_unread(text: str, 
 
     assert (refusal.value.code, refusal.value.param) == ("input_too_long", "input[1]")
     assert time.monotonic() - began_s < LONGEST_S / 10
+
+
+def blanks(size: int) -> str:
+    """White space that does not repeat itself."""
+    return "".join(np.random.default_rng(5).choice([" ", "\n"], size))
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Tokenizer:
+    folder = find_model("all-MiniLM-L6-v2").path
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    facts = dataclasses.replace(FACTS, folder=str(folder), tokenizer_sha256=digest, vocab_size=30_522, max_tokens=256)
+    return Tokenizer(facts)
+
+
+@pytest.mark.parametrize("direction", ["right", "left"])
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("x" * 4_000_000, [101, 100, 102]), ("\u200d" * 4_000_000, [101, 102]), (blanks(4_000_000), [101, 102])],
+    ids=["one word", "zero-width", "blanks"],
+)
+def test_a_text_of_hardly_any_tokens_is_not_read_to_its_end(
+    minilm: Tokenizer, text: str, ids: list[int], direction: Direction
+) -> None:
+    began_s = time.monotonic()
+    [found] = minilm.encode([text], TruncationRule(allowed=True, direction=direction))
+    assert time.monotonic() - began_s < 0.3  # a hundredth of a second; all of it would take whole seconds
+    assert found.tolist() == ids
+
+
+@pytest.mark.parametrize("direction", ["right", "left"])
+def test_of_a_text_of_hardly_any_tokens_those_of_its_beginning_or_end_are_taken(
+    minilm: Tokenizer, direction: Direction
+) -> None:
+    # 32 characters for each of 256 tokens, and on to white space: two words, of a hundred that would fit.
+    text = ("\u200d" * 4000 + " word " if direction == "right" else " word " + "\u200d" * 4000) * 100
+    [found] = minilm.encode([text], TruncationRule(allowed=True, direction=direction))
+    assert found.tolist() == [101, 2773, 2773, 102]
+
+
+@pytest.mark.parametrize(
+    ("text", "direction"),
+    [(" " * 999_000 + "fox word", "right"), ("fox word" + " \n" * 499_000, "left")],
+    ids=["before", "behind"],
+)
+def test_blank_space_that_repeats_itself_does_not_count(minilm: Tokenizer, text: str, direction: Direction) -> None:
+    began_s = time.monotonic()
+    [found] = minilm.encode([text], TruncationRule(allowed=True, direction=direction))
+    assert time.monotonic() - began_s < 0.3
+    assert found.tolist() == [101, 4419, 2773, 102]
