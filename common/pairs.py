@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -57,12 +58,27 @@ class PairNames:
 _RERANK = PairNames()
 
 
+EncodeDocuments = Callable[[list[str], PairNames], list[Pair]]
+
+
 class PairTokenizer(Protocol):
     """Encodes pairs for one model. Thread-safe: nothing in it changes after construction."""
 
     @property
     def rereads_query(self) -> bool:
         """Whether query and instruction are tokenized again with every document, and not once for all of them."""
+        ...
+
+    def for_query(
+        self,
+        query: str,
+        truncation: TruncationRule,
+        *,
+        instruction: str | None = None,
+        max_document_tokens: int | None = None,
+        names: PairNames = _RERANK,
+    ) -> EncodeDocuments:
+        """`encode` for documents that come in several lists: the query is read here, once. Raises as it does."""
         ...
 
     def encode(
@@ -86,7 +102,10 @@ class PairTokenizer(Protocol):
                 model's pairs do not have.
             InternalError: the tokenizer itself failed.
         """
-        ...
+        encode_documents = self.for_query(
+            query, truncation, instruction=instruction, max_document_tokens=max_document_tokens, names=names
+        )
+        return encode_documents(documents, names)
 
 
 def pair_tokenizer(facts: ModelFacts, tokenizer: Tokenizer) -> PairTokenizer:
@@ -100,7 +119,7 @@ def pair_tokenizer(facts: ModelFacts, tokenizer: Tokenizer) -> PairTokenizer:
     return _TEMPLATES[facts.pair_template](facts, tokenizer)
 
 
-class _OwnPairs:
+class _OwnPairs(PairTokenizer):
     """Pairs as the tokenizer's own post-processor writes them: [CLS] query [SEP] document [SEP] and the like."""
 
     rereads_query = False
@@ -117,16 +136,15 @@ class _OwnPairs:
         # How many tokens of type 0 follow the query's last one; None where no token is of type 1.
         self._type_gap = _type_gap(frame.type_ids) if facts.has_token_types else None
 
-    def encode(
+    def for_query(
         self,
         query: str,
-        documents: list[str],
         truncation: TruncationRule,
         *,
         instruction: str | None = None,
         max_document_tokens: int | None = None,
         names: PairNames = _RERANK,
-    ) -> list[Pair]:
+    ) -> EncodeDocuments:
         if instruction is not None:
             raise InvalidRequest(
                 "This model's pairs have no instruction.", param="instruction", code="unsupported_parameter"
@@ -134,8 +152,19 @@ class _OwnPairs:
         limit_chars = self._reader.limit_chars(truncation)
         if len(query) > limit_chars and not truncation.allowed:
             raise input_too_long(names.query, len(query), limit_chars)
-        _check_characters(documents, limit_chars, truncation, names)
         [of_query] = self._reader.read([query], truncation, self._room)
+        return partial(self._encode_documents, query, of_query, truncation, max_document_tokens)
+
+    def _encode_documents(
+        self,
+        query: str,
+        of_query: Content,
+        truncation: TruncationRule,
+        max_document_tokens: int | None,
+        documents: list[str],
+        names: PairNames,
+    ) -> list[Pair]:
+        _check_characters(documents, self._reader.limit_chars(truncation), truncation, names)
         contents = self._read(documents, truncation, max_document_tokens)
         pairs = []
         for offset, content in enumerate(contents):
@@ -182,10 +211,10 @@ class _Prompt:
     end: TokenIds
 
 
-class _TemplatePairs:
+class _TemplatePairs(PairTokenizer):
     """Pairs in a template that `write` makes of a query and an instruction."""
 
-    rereads_query = True  # in some templates only once a call: to count more makes a call's parts smaller, not wrong
+    rereads_query = True  # not in every template: to count more makes a request's parts smaller, not wrong
 
     def __init__(
         self,
@@ -203,16 +232,15 @@ class _TemplatePairs:
         reader.check_own_tokens(empty.beginning)
         reader.check_own_tokens(empty.end)
 
-    def encode(
+    def for_query(
         self,
         query: str,
-        documents: list[str],
         truncation: TruncationRule,
         *,
         instruction: str | None = None,
         max_document_tokens: int | None = None,
         names: PairNames = _RERANK,
-    ) -> list[Pair]:
+    ) -> EncodeDocuments:
         if truncation.allowed and truncation.direction != "right":
             raise InvalidRequest(
                 "In this model's template a document is cut at its end only: use right.",
@@ -235,9 +263,16 @@ class _TemplatePairs:
                 names.query, num_fixed + num_head, self._max_tokens, included="the template", can_cut=False
             )
         self._check_prompt(np.concatenate([prompt.beginning, head_ids, prompt.end]), instruction, names)
+        kept = room if max_document_tokens is None else min(room, num_head + max_document_tokens)
+        return partial(self._encode_documents, prompt, kept, truncation)
+
+    def _encode_documents(
+        self, prompt: _Prompt, kept: int, truncation: TruncationRule, documents: list[str], names: PairNames
+    ) -> list[Pair]:
+        num_fixed = len(prompt.beginning) + len(prompt.end)
+        room = self._max_tokens - num_fixed
         limit_chars = max(self._reader.limit_chars(truncation) - len(prompt.head) - 1, 0)
         _check_characters(documents, limit_chars, truncation, names)
-        kept = room if max_document_tokens is None else min(room, num_head + max_document_tokens)
         bodies = self._reader.read([f"{prompt.head} {document}" for document in documents], truncation, kept)
         pairs = []
         for offset, body in enumerate(bodies):

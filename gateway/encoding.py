@@ -20,14 +20,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import numpy as np
 
 from common.chunks import Chunks, ChunkTokenizer
 from common.errors import InternalError, InvalidRequest, ServiceError, Unavailable
-from common.pairs import Pair, PairNames, PairTokenizer, pair_tokenizer
+from common.pairs import EncodeDocuments, Pair, PairNames, PairTokenizer, pair_tokenizer
 from common.protocol import ModelFacts, Spans
 from common.tokenization import NameOf, TokenIds, Tokenizer, TruncationRule
 from common.transport import now_ns
@@ -350,23 +350,27 @@ class Encoder:
             InternalError: the tokenizer failed.
         """
         queries, documents, names = request.queries, request.documents, request.names
-        encode = partial(
-            tokenizer.encode,
+        for_query = partial(
+            tokenizer.for_query,
             truncation=request.truncation,
             instruction=request.instruction,
             max_document_tokens=request.max_document_tokens,
         )
         encoded = EncodedPairs()
 
+        @cache  # on a thread, with the first part
+        def read_query() -> EncodeDocuments:
+            return for_query(queries[0], names=names)
+
         def encode_part(start: int, stop: int) -> list[Pair]:
             if len(queries) == 1:
                 of_part = replace(names, first_index=None if names.first_index is None else names.first_index + start)
-                pairs = encode(queries[0], documents[start:stop], names=of_part)
+                pairs = read_query()(documents[start:stop], of_part)
             else:
                 pairs = []
                 for index in range(start, stop):
                     of_pair = PairNames(f"{names.query}[{index}]", names.documents, index)
-                    pairs += encode(queries[index], [documents[index]], names=of_pair)
+                    pairs += for_query(queries[index], names=of_pair)([documents[index]], of_pair)
             for pair in pairs:  # here, on a thread: a million token ids take milliseconds
                 encoded.add(pair)
             return pairs

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from common.pairs import Pair, PairNames
+from common.pairs import EncodeDocuments, Pair, PairNames
 from common.tokenization import TruncationRule
 from gateway.encoding import Encoder, Threads
 from gateway.requests import PairsRequest
@@ -22,9 +22,11 @@ class OnePair:
 
     def __init__(self, *, rereads_query: bool) -> None:
         self.rereads_query = rereads_query
+        self.num_queries_read = 0
 
-    def encode(self, query: str, documents: list[str], truncation: TruncationRule, **options: object) -> list[Pair]:
-        return [Pair(np.array([1], dtype=np.int32), 1)] * len(documents)
+    def for_query(self, query: str, truncation: TruncationRule, **options: object) -> EncodeDocuments:
+        self.num_queries_read += 1
+        return lambda documents, names: [Pair(np.array([1], dtype=np.int32), 1)] * len(documents)
 
 
 class CountingThreads(Threads):
@@ -41,7 +43,7 @@ class CountingThreads(Threads):
         (["q"], ["d"] * 64, None, False, 1),
         (["q"], ["d"] * 65, None, False, 2),
         (["q"], ["d" * 20_000] * 6, None, False, 2),
-        (["q" * 20_000], ["d"] * 6, None, False, 1),  # is tokenized once a part
+        (["q" * 20_000], ["d"] * 6, None, False, 1),  # is tokenized once
         (["q" * 20_000], ["d"] * 6, None, True, 2),
         (["q" * 200_000], ["d"] * 6, None, True, 6),
         (["q"], ["d"] * 6, "i" * 20_000, True, 2),
@@ -54,11 +56,13 @@ async def test_pairs_are_encoded_in_parts_of_all_that_is_tokenized(
     queries: list[str], documents: list[str], instruction: str | None, rereads_query: bool, num_parts: int
 ) -> None:
     threads = CountingThreads(1)
+    pairs = OnePair(rereads_query=rereads_query)
     encoded = await Encoder(threads).encode_pairs(
-        OnePair(rereads_query=rereads_query),
+        pairs,
         PairsRequest(queries, documents, PairNames(), TruncationRule(allowed=True), instruction, None, "online"),
         max_tokens=1000,
     )
     threads.close()
     assert encoded.places == [0] * len(documents)
     assert threads.num_runs == num_parts
+    assert pairs.num_queries_read == len(queries)  # and not once a part
