@@ -68,7 +68,7 @@ class GatewayConfig(ProcessConfig):
     header_timeout_s: int = _option(10, "time in which a request's header must have arrived")
     body_timeout_s: int = _option(30, "time in which a request's body must have arrived")
     min_body_bytes_per_s: int = _option(8192, "pace of a body below which, over 5 s, a request is 408")
-    write_timeout_s: int = _option(30, "time in which a client must have read an answer")
+    write_timeout_s: int = _option(30, "time in which a client must have read more of an answer, until it has all")
     keepalive_timeout_s: int = _option(75, "how long an idle connection stays open; pooled clients keep theirs 60 s")
     tokenizer_threads: int = _option(2, "threads that tokenize")
     auto_truncate: bool = _option(False, "cut over-long inputs where the client does not say")

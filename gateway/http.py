@@ -20,7 +20,10 @@ answer is the 400.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import sys
+import termios
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -57,6 +60,9 @@ _MAX_READ_AHEAD = 2
 # packet are parsed in turns of so many, about 2 ms each.
 _BODY_BUFFER_BYTES = 16 * 1024
 
+# How often, within the time that a client has to read more of an answer, it is looked at whether it has.
+_WRITE_LOOKS = 4
+
 # After an early answer (413, 431) what the client still sends is read and dropped for so long: a client that is
 # sending when the connection closes gets a reset, and may never see the answer.
 _LINGER_S = 2.0
@@ -68,7 +74,7 @@ class HttpLimits:
     header_timeout_s: float
     keepalive_timeout_s: float
     max_connections: int
-    # An answer that its client does not read holds its memory: cut off after so long.
+    # An answer that its client does not read holds its memory: cut off where nothing of it was read for so long.
     write_timeout_s: float = 30.0
     # A stopping server closes a connection that was idle for so long at once; on a fresher one a request may be coming.
     drain_grace_s: float = 1.0
@@ -238,9 +244,7 @@ class Connection(web.RequestHandler):
             return await super().finish_response(request, resp, start_time)
         # Whatever the kernel's buffers do not take waits for the client to read; a small answer too, behind others.
         self._stop_write_timer()
-        self._write_timer = self._loop.call_later(
-            self._server.limits.write_timeout_s, self._on_write_timeout, transport
-        )
+        self._start_write_timer(transport, None, self._loop.time())
         result = await super().finish_response(request, resp, start_time)
         # What is left is less than aiohttp waits for; the transport, even closed, would hold it for ever.
         if not transport.get_write_buffer_size():
@@ -298,10 +302,22 @@ class Connection(web.RequestHandler):
         if self._reading_paused and self.transport is not None:
             super().resume_reading()
 
-    def _on_write_timeout(self, transport: asyncio.Transport) -> None:
+    def _start_write_timer(self, transport: asyncio.Transport, least_bytes: int | None, since_s: float) -> None:
+        interval_s = self._server.limits.write_timeout_s / _WRITE_LOOKS
+        self._write_timer = self._loop.call_later(interval_s, self._look_at_writing, transport, least_bytes, since_s)
+
+    def _look_at_writing(self, transport: asyncio.Transport, least_bytes: int | None, since_s: float) -> None:
+        """Cut off a client that has read nothing since `since_s`, when `least_bytes` were still to be read."""
         self._write_timer = None
-        if transport.get_write_buffer_size():
+        if not transport.get_write_buffer_size():
+            return
+        now_s, num_bytes = self._loop.time(), _unread_bytes(transport)
+        if least_bytes is None or num_bytes < least_bytes:
+            least_bytes, since_s = num_bytes, now_s
+        elif now_s - since_s >= self._server.limits.write_timeout_s:
             transport.abort()
+            return
+        self._start_write_timer(transport, least_bytes, since_s)
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
@@ -402,6 +418,12 @@ class Connection(web.RequestHandler):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """What a client has not yet taken: held here, or by the kernel, which asks for more only a megabyte at a time."""
+    in_kernel = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
 
 class _Refused(HttpProcessingError):

@@ -321,6 +321,26 @@ async def test_an_answer_that_is_not_read_is_cut_off(bare: Callable) -> None:
     await wire.close()
 
 
+@pytest.mark.slow
+async def test_a_client_that_reads_slowly_gets_all_of_an_answer(bare: Callable) -> None:
+    server, port = await bare(write_timeout_s=0.2)
+    server.body = b"x" * 30_000_000
+    loop = asyncio.get_running_loop()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+    sock.connect(("127.0.0.1", port))
+    sock.setblocking(False)
+    await loop.sock_sendall(sock, request_bytes("GET", "/", headers={"Connection": "close"}))
+    num_bytes, begin_s = 0, loop.time()
+    async with asyncio.timeout(60):
+        while data := await loop.sock_recv(sock, 65_536):
+            num_bytes += len(data)
+            await asyncio.sleep(0.001)
+    sock.close()
+    assert num_bytes > 30_000_000  # and the header
+    assert loop.time() - begin_s > 0.4
+
+
 # --- stopping ---
 
 
