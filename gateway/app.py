@@ -150,7 +150,9 @@ class Gateway:
         )
         self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s, config.min_body_bytes_per_s)
         self._server_facts = operations.ServerFacts(config, http_limits, self._body_limits)
-        self._server = Server(self._handle, http_limits, partial(self._count, "none"))
+        self._server = Server(
+            self._handle, http_limits, partial(self._count, "none"), partial(cors.answer_headers, self._origins)
+        )
         self._listener: asyncio.Server | None = None
         self._num_running = 0
         self._draining = False

@@ -24,7 +24,7 @@ import fcntl
 import logging
 import sys
 import termios
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
@@ -46,7 +46,7 @@ from common.errors import (
     Unavailable,
     VersionNotSupported,
 )
-from gateway.answers import error_headers, new_request_id, render_error, server_timing
+from gateway.answers import error_headers, render_error, request_id_of, server_timing
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class HttpLimits:
 class Server(web.Server):
     """Makes a `Connection` for each client, counts them, and lets them go when the gateway stops.
 
-    `on_refusal` is told the status of every answer that was given without the handler.
+    `on_refusal` is told the status of every answer that was given without the handler; `headers_for` says what such an
+    answer's header says to a page of that Origin, None where it is not known.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class Server(web.Server):
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         limits: HttpLimits,
         on_refusal: Callable[[int], None],
+        headers_for: Callable[[str | None], Mapping[str, str]],
     ) -> None:
         super().__init__(handler, request_factory=self._make_http_request, handler_cancellation=True)
         self.limits = limits
         self.on_refusal = on_refusal
+        self.headers_for = headers_for
         self.num_refused = 0  # connections over the limit that are not closed yet
         self._open: set[Connection] = set()
         self._all_closed = asyncio.Event()
@@ -269,7 +272,10 @@ class Connection(web.RequestHandler):
             logger.error("a request failed outside its handler", exc_info=exc)
         self._server.on_refusal(error.status)
         self._is_broken = True
-        response = web.Response(body=render_error(error), status=error.status, headers=_refusal_headers(error))
+        # aiohttp's stand-in for a request has no header; what was refused after it was parsed has one.
+        given = exc.given if isinstance(exc, _Refused) else request.headers
+        headers = self._refusal_headers(error, given)
+        response = web.Response(body=render_error(error), status=error.status, headers=headers)
         response.force_close()
         return response
 
@@ -340,7 +346,7 @@ class Connection(web.RequestHandler):
         self._body = body
         error = self._fault_of(message)
         if error is not None:
-            self._messages[index] = (_ErrInfo(status=400, exc=_Refused(error), message=""), body)
+            self._messages[index] = (_ErrInfo(status=400, exc=_Refused(error, message.headers), message=""), body)
         elif message.upgrade:
             # Also CONNECT. No protocol is switched to here; but the parser has dropped what the packet holds behind the
             # request, and where the next one begins is unknown.
@@ -394,7 +400,7 @@ class Connection(web.RequestHandler):
         """Answer a connection that has no request, past aiohttp."""
         assert self.transport is not None
         self._server.on_refusal(error.status)
-        self.transport.write(_raw_response(error))
+        self.transport.write(_raw_response(error, self._refusal_headers(error, {})))
         self._stop_reading()
         self._loop.call_later(_LINGER_S, self.force_close)
 
@@ -403,6 +409,16 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             self._stop_reading()
             await asyncio.wait([self._loop.create_future()], timeout=_LINGER_S)
+
+    def _refusal_headers(self, error: ServiceError, given: Mapping[str, str]) -> dict[str, str]:
+        """The header of an answer that is given without the handler, by the request's own, as far as that is known."""
+        return {
+            **error_headers(error),
+            "Server": "hedgerow",
+            "X-Request-Id": request_id_of(given.get("X-Request-Id")),
+            "Server-Timing": server_timing(0, 0, 0, 0, 0, 0),
+            **self._server.headers_for(given.get("Origin")),
+        }
 
     def _stop_reading(self) -> None:
         """No more answers: the client reads an end; what it still sends is dropped."""
@@ -429,9 +445,10 @@ def _unread_bytes(transport: asyncio.Transport) -> int:
 class _Refused(HttpProcessingError):
     """A request that the parser took and we do not."""
 
-    def __init__(self, error: ServiceError) -> None:
+    def __init__(self, error: ServiceError, headers: Mapping[str, str]) -> None:
         super().__init__()
         self.error = error
+        self.given = headers
 
 
 def _error_of(exc: BaseException | None, limits: HttpLimits) -> ServiceError:
@@ -460,18 +477,9 @@ def _version_not_supported() -> VersionNotSupported:
     return VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
 
 
-def _refusal_headers(error: ServiceError) -> dict[str, str]:
-    return {
-        **error_headers(error),
-        "Server": "hedgerow",
-        "X-Request-Id": new_request_id(),
-        "Server-Timing": server_timing(0, 0, 0, 0, 0, 0),
-    }
-
-
-def _raw_response(error: ServiceError) -> bytes:
+def _raw_response(error: ServiceError, headers: dict[str, str]) -> bytes:
     """An answer written past aiohttp, on a connection that has no request to answer."""
     body = render_error(error)
-    headers = {**_refusal_headers(error), "Content-Length": str(len(body)), "Connection": "close"}
+    headers = {**headers, "Content-Length": str(len(body)), "Connection": "close"}
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode() + body

@@ -31,7 +31,7 @@ class Bare:
         self.entered = asyncio.Event()
         self.closes = False
         self.body = b"ok"
-        self.server = Server(self.handle, limits, self.refusals.append)
+        self.server = Server(self.handle, limits, self.refusals.append, lambda origin: {})
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         self.entered.set()
