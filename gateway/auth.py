@@ -32,6 +32,9 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 _LOOPBACK_PATHS = frozenset({"/metrics", "/docs", "/openapi.json", "/"})  # open to this host alone
 _READING = frozenset({"GET", "HEAD"})  # what is open is so to be read: work that is posted to / needs the key
 
+_PROXY_HEADERS = frozenset({"forwarded", "via", "x-real-ip"})
+_THIS_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+
 _MAX_KEYS = 1000
 _MAX_FILE_BYTES = 1024 * 1024
 _MAX_TOKENS_PER_MINUTE = 10**12
@@ -235,10 +238,20 @@ def _key_of(request: web.BaseRequest) -> str | None:
 
 
 def _is_from_this_host(request: web.BaseRequest) -> bool:
-    # A proxy on this host speaks for others.
-    if "X-Forwarded-For" in request.headers or "Forwarded" in request.headers or request.remote is None:
+    """Whether the request comes from this host, and neither through a proxy nor for a page of another server."""
+    if request.remote is None or not ip_address(request.remote).is_loopback:
         return False
-    return ip_address(request.remote).is_loopback
+    # A proxy on this host speaks for others.
+    if any(name.lower() in _PROXY_HEADERS or name.lower().startswith("x-forwarded-") for name in request.headers):
+        return False
+    # Another name for this host is what a page has whose own name was made to point here (DNS rebinding): to the
+    # browser this server is then the page's own.
+    hosts = request.headers.getall("Host", [])
+    if not hosts:  # an HTTP/1.0 request's alone: of others the parser refuses it
+        return "Origin" not in request.headers
+    if len(hosts) != 1 or not _THIS_HOST.fullmatch(hosts[0]):
+        return False
+    return all(origin == f"http://{hosts[0]}" for origin in request.headers.getall("Origin", []))
 
 
 def main() -> int:

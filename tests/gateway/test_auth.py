@@ -49,11 +49,50 @@ async def test_what_is_open_with_a_key_set(serve: Serve, target: str, status: in
     assert (await ask(running.port, "GET", target)).status == status
 
 
-@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
+@pytest.mark.parametrize(
+    "header", ["X-Forwarded-For", "x-forwarded-host", "X-Forwarded-Proto", "Forwarded", "Via", "X-Real-IP"]
+)
 async def test_metrics_need_the_key_through_a_proxy(serve: Serve, header: str) -> None:
     running = await serve(api_key="sesame")
     assert (await ask(running.port, "GET", "/metrics", headers={header: "192.0.2.1"})).status == 401
     assert (await ask(running.port, "GET", "/metrics", headers={header: "192.0.2.1", **BEARER})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost"}, 200),
+        ({"Host": "LocalHost:8080"}, 200),
+        ({"Host": "127.0.0.1:1"}, 200),
+        ({"Host": "[::1]:8080"}, 200),
+        ({"Host": "127.0.0.1:8080", "Origin": "http://127.0.0.1:8080"}, 200),
+        ({"Host": "127.0.0.1:8080", "Origin": "http://127.0.0.1:8081"}, 401),
+        ({"Host": "localhost:8080", "Origin": "http://127.0.0.1:8080"}, 401),
+        ({"Host": "localhost", "Origin": "null"}, 401),
+        ({"Host": "localhost", "Origin": "https://app.example.org"}, 401),
+        ({"Host": "rebound.example.org"}, 401),
+        ({"Host": "rebound.example.org", "Origin": "http://rebound.example.org"}, 401),
+        ({"Host": "localhost.example.org"}, 401),
+        ({"Host": "127.0.0.1.example.org:8080"}, 401),
+        ({"Host": "127.0.0.2"}, 401),
+        ({"Host": "localhost:"}, 401),
+    ],
+)
+async def test_what_is_open_to_this_host_is_so_by_its_own_names_and_to_no_other_page(
+    serve: Serve, headers: dict[str, str], status: int
+) -> None:
+    running = await serve(api_key="sesame", cors_origins="*")
+    for target in ("/metrics", "/"):
+        assert (await ask(running.port, "GET", target, headers=headers)).status == status
+
+
+@pytest.mark.parametrize(("more", "status"), [(b"", 200), (b"Origin: http://localhost\r\n", 401)])
+async def test_http_1_0_need_not_name_the_host(serve: Serve, more: bytes, status: int) -> None:
+    running = await serve(api_key="sesame")
+    wire = await Wire.connect(running.port)
+    await wire.send(b"GET /metrics HTTP/1.0\r\n" + more + b"\r\n")
+    assert (await wire.answer()).status == status
+    await wire.close()
 
 
 @pytest.mark.parametrize("target", ["/docs", "/openapi.json"])
