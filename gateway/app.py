@@ -47,7 +47,7 @@ from common.transport import now_ns
 from gateway import cors, openapi
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import Key, KeyCheck, settle_lane
-from gateway.body import BodyLimits, read_body
+from gateway.body import BodyLimits, HeldBodies, read_body
 from gateway.budgets import Budgets
 from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
@@ -149,6 +149,7 @@ class Gateway:
             config.header_timeout_s, config.keepalive_timeout_s, _max_connections(config), config.write_timeout_s
         )
         self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s, config.min_body_bytes_per_s)
+        self._held_bodies = HeldBodies(config.max_held_body_bytes)
         self._server_facts = operations.ServerFacts(config, http_limits, self._body_limits)
         self._server = Server(
             self._handle, http_limits, partial(self._count, "none"), partial(cors.answer_headers, self._origins)
@@ -396,13 +397,19 @@ class Gateway:
     async def _read(self, call: Call, operations: Sequence[Operation[Any]]) -> tuple[Model, Asked | LocalRequest]:
         """The model that is served, and what is asked of it."""
         call.deadline_ns = self._deadline_ns(call)
-        body = await read_body(call.request, self._body_limits, (call.deadline_ns - now_ns()) / 1e9)
-        model = await self._encoder.wait_for_model(call.deadline_ns)
-        begin = now_ns()
-        read = partial(read_request, body, operations, model.facts, self._limits)
-        asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
-        _lap(call, "parse_us", begin)
-        return model, asked
+        with self._held_bodies.hold() as grow_to:
+            try:
+                remaining_s = (call.deadline_ns - now_ns()) / 1e9
+                body = await read_body(call.request, self._body_limits, remaining_s, grow_to)
+            except Overloaded:
+                call.closes = True  # rather than read what there is no room for, to find the next request behind it
+                raise
+            model = await self._encoder.wait_for_model(call.deadline_ns)
+            begin = now_ns()
+            read = partial(read_request, body, operations, model.facts, self._limits)
+            asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
+            _lap(call, "parse_us", begin)
+            return model, asked
 
     async def _in_time(self, call: Call, tokenization: Awaitable[T]) -> T:
         """What it comes to before the deadline. Raises DeadlineExceeded."""

@@ -1,16 +1,24 @@
-"""Reading a request's body: only JSON in UTF-8, plain, within a size, a number of chunks, a time and at a pace."""
+"""Reading a request's body: only JSON in UTF-8, plain, within a size, a number of chunks, a time and at a pace.
+
+What all requests together may hold of bodies that are not parsed yet is bounded, too: 4,096 of 16 MiB would be 64 GiB.
+A declared length counts from the beginning, so that a body is refused before it is sent rather than in its middle.
+Small bodies do not count: who declares a lot and sends nothing must not keep a short query out.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, StreamReader, web
 
-from common.errors import BadRequest, ExpectationFailed, RequestTimeout, TooLarge, UnsupportedMedia
+from common.errors import BadRequest, ExpectationFailed, Overloaded, RequestTimeout, TooLarge, UnsupportedMedia
 from gateway.answers import JSON
 
 _MAX_CHUNKS = 65_536  # of one body: each costs far more than its bytes
+_UNCOUNTED_BYTES = 16 * 1024  # of a small body; 64 MiB of as many requests as a gateway holds unless told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +32,43 @@ class BodyLimits:
     max_chunks: int = _MAX_CHUNKS
 
 
-async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: float) -> bytes:
-    """The body of a JSON request, whole, before `remaining_s` is over.
+GrowTo = Callable[[int], None]  # to be told how many bytes a body has
+
+
+class HeldBodies:
+    """The bytes of bodies that are read or being read, and not parsed yet, of all requests of one gateway."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[GrowTo]:
+        """Count a body for as long as this lasts. What it gives raises Overloaded where there is no room for more."""
+        held = 0
+
+        def grow_to(num_bytes: int) -> None:
+            nonlocal held
+            if num_bytes <= max(held, _UNCOUNTED_BYTES):
+                return
+            if self.num_bytes - held + num_bytes > self._max_bytes:
+                raise Overloaded(
+                    "This gateway holds as many bytes of bodies as it may. Try again a little later.", retry_after_s=1
+                )
+            self.num_bytes += num_bytes - held
+            held = num_bytes
+
+        try:
+            yield grow_to
+        finally:
+            self.num_bytes -= held
+
+
+async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: float, grow_to: GrowTo) -> bytes:
+    """The body of a JSON request, whole, before `remaining_s` is over; `grow_to` is told its size before it is held.
 
     Raises:
+        Overloaded: by `grow_to`; the rest is not read.
         UnsupportedMedia: it is not declared as JSON in UTF-8, or is encoded in any way.
         TooLarge: more than `limits.max_bytes`, or too many chunks; the rest is not read.
         ExpectationFailed: `Expect` asks for anything but 100-continue.
@@ -38,6 +79,7 @@ async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: f
     declared = request.content_length
     if declared is not None and declared > limits.max_bytes:
         raise _body_too_large(limits.max_bytes)
+    grow_to(declared or 0)
     expectation = request.headers.get("Expect")
     if expectation is not None:
         if expectation.lower() != "100-continue":
@@ -50,12 +92,14 @@ async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: f
     try:
         if content.is_eof() and not chunked:
             return content.read_nowait()
-        return await _read_stream(content, limits, min(limits.timeout_s, remaining_s), chunked=chunked)
+        return await _read_stream(content, limits, min(limits.timeout_s, remaining_s), grow_to, chunked=chunked)
     except web.RequestPayloadError:
         raise BadRequest("The body's chunks are malformed.") from None
 
 
-async def _read_stream(content: StreamReader, limits: BodyLimits, timeout_s: float, *, chunked: bool) -> bytes:
+async def _read_stream(
+    content: StreamReader, limits: BodyLimits, timeout_s: float, grow_to: GrowTo, *, chunked: bool
+) -> bytes:
     loop = asyncio.get_running_loop()
     begin_s = loop.time()
     end_s = begin_s + timeout_s
@@ -86,6 +130,7 @@ async def _read_stream(content: StreamReader, limits: BodyLimits, timeout_s: flo
                 body += data
                 if len(body) > limits.max_bytes:
                     raise _body_too_large(limits.max_bytes)
+                grow_to(len(body))
     except TimeoutError:
         if late_s < end_s:
             rate = f"{limits.min_bytes_per_s:g}"

@@ -124,6 +124,63 @@ async def test_a_body_of_65536_chunks_is_read_and_one_of_65537_is_413(server: Ru
     assert told(await answer_to(server.port, of(65_537))) == (413, "too_many_chunks", True)
 
 
+# --- all bodies together ---
+
+
+async def test_a_body_that_fits_beside_those_that_are_being_read_is_read_and_a_larger_one_is_429(serve: Serve) -> None:
+    running = await serve(max_body_bytes=100_000, max_held_body_bytes=100_000)
+    begun = await Wire.connect(running.port)
+    await begun.send(HEAD + b"Content-Length: 60000\r\n\r\n" + BODY)
+    await asyncio.sleep(0.01)
+    assert told(await ask(running.port, "POST", PATH, BODY.ljust(40_000))) == (200, None, False)
+    refused = await answer_to(running.port, HEAD + b"Content-Length: 40001\r\n\r\n")
+    assert told(refused) == (429, "overloaded", True)
+    assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("1", "1000")
+    assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY.ljust(16_384)))) == (200, None, False)
+    await begun.send(b" " * (60_000 - len(BODY)))
+    assert (await begun.answer()).status == 200
+    assert told(await ask(running.port, "POST", PATH, BODY.ljust(100_000))) == (200, None, False)
+    await begun.close()
+
+
+async def test_a_chunked_body_counts_by_what_has_come_of_it(serve: Serve) -> None:
+    running = await serve(max_body_bytes=100_000, max_held_body_bytes=100_000)
+    chunk = b"7530\r\n" + b" " * 30_000 + b"\r\n"
+    first, second = await Wire.connect(running.port), await Wire.connect(running.port)
+    await first.send(CHUNKED + chunk * 2)
+    while running.gateway._held_bodies.num_bytes != 60_000:
+        await asyncio.sleep(0.001)
+    await second.send(CHUNKED + chunk * 2)
+    assert told(await second.answer()) == (429, "overloaded", True)
+    assert running.gateway._held_bodies.num_bytes == 60_000
+    await first.send(b"e\r\n" + BODY + b"\r\n0\r\n\r\n")
+    assert (await first.answer()).status == 200
+    await first.close()
+    await second.close()
+
+
+async def test_a_body_counts_until_it_is_parsed_or_its_client_leaves(serve: Serve) -> None:
+    running = await serve(max_body_bytes=100_000, max_held_body_bytes=100_000)
+    running.stub.gate.clear()
+    runs = asyncio.ensure_future(ask(running.port, "POST", PATH, BODY.ljust(100_000)))
+    await running.stub.entered.wait()
+    assert running.gateway._held_bodies.num_bytes == 0
+    leaves = await Wire.connect(running.port)
+    await leaves.send(HEAD + b"Content-Length: 100000\r\n\r\n")
+    while running.gateway._held_bodies.num_bytes != 100_000:
+        await asyncio.sleep(0.001)
+    await leaves.close()
+    while running.gateway._held_bodies.num_bytes:
+        await asyncio.sleep(0.001)
+    running.stub.gate.set()
+    assert (await runs).status == 200
+
+
+def test_a_body_that_could_never_be_held_is_a_wrong_flag() -> None:
+    with pytest.raises(ValueError, match="--max-held-body-bytes needs at least as many as --max-body-bytes"):
+        GatewayConfig(run_dir="x", max_body_bytes=100, max_held_body_bytes=99)
+
+
 def with_body_limits(running: Running, **changes: float) -> None:
     """Shorter limits than flags can ask for."""
     running.gateway._body_limits = dataclasses.replace(running.gateway._body_limits, **changes)
@@ -256,6 +313,7 @@ async def test_info_lists_every_limit(serve: Serve) -> None:
     assert limits == {
         "max_body_bytes": 16_777_216,
         "max_body_chunks": 65_536,
+        "max_held_body_bytes": 1_073_741_824,
         "max_target_bytes": 4096,
         "max_headers": 100,
         "max_embed_all_tokens": 65_536,
