@@ -42,11 +42,14 @@ async function ask(path, body) {
   );
 }
 
-/** Show what went wrong in an element with role="alert"; a refused key opens the field for it. */
+let isKeyAskedFor = false; // since it last changed: whoever has closed the field for it is left alone
+
+/** Show what went wrong in an element with role="alert"; a refused key opens the field for it, once. */
 function showError(place, error) {
   const text = error instanceof Refusal ? error.message : "The server does not answer. Is it running?";
-  place.replaceChildren(text, error.code ? " " : "", error.code ? make("code", {}, error.code) : "");
-  if (error.status === 401) byId("key").open = true;
+  const shown = make("p", {}, text, error.code ? " " : "", error.code ? make("code", {}, error.code) : "");
+  if (place.textContent !== shown.textContent) place.replaceChildren(...shown.childNodes); // it is read out each time
+  if (error.status === 401 && !isKeyAskedFor) isKeyAskedFor = byId("key").open = true;
 }
 
 /** An element with attributes, and children that are elements or text. */
@@ -103,7 +106,7 @@ function wireKey(onChange) {
     if (key) sessionStorage.setItem(KEY, key);
     else sessionStorage.removeItem(KEY);
     field.value = "";
-    details.open = false;
+    details.open = isKeyAskedFor = false;
     details.querySelector("summary").textContent = key ? "API key is set" : "API key";
     onChange();
   };

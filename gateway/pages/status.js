@@ -42,7 +42,11 @@ const linesOf = (text) =>
 
 let model = null;
 let isKnown = false; // /info has answered
-let needsKey = false; // it refused: there is no use in asking again before there is another key
+
+// The key (null: none) that a path refused: it is not asked again with the same one. /metrics may need none, from this
+// server's own host.
+const refused = new Map();
+const isRefused = (path) => refused.get(path) === sessionStorage.getItem(KEY);
 
 async function showInfo() {
   const info = await (await ask("/info")).json();
@@ -242,6 +246,7 @@ function showTile(tile, values, now) {
 }
 
 async function tick() {
+  const key = sessionStorage.getItem(KEY);
   try {
     const ready = await readReady();
     const reason = ready.reason ? `. ${ready.reason}` : "";
@@ -249,22 +254,25 @@ async function tick() {
       ready.status,
       `${STATES[ready.status] ?? ready.status}, ${ready.workers.ready} of ${ready.workers.total} workers${reason}`,
     );
-    if (!needsKey && (!isKnown || ready.model !== (model?.name ?? null))) await refreshInfo();
+    if (!isRefused("/info") && (!isKnown || ready.model !== (model?.name ?? null))) await refreshInfo();
+    if (isRefused("/metrics")) return;
     showSample(readSample(await (await ask("/metrics")).text(), ready));
     byId("live-error").replaceChildren();
   } catch (error) {
+    if (error.status === 401) refused.set("/metrics", key);
     if (error instanceof Refusal) showError(byId("live-error"), error);
     else showState("unreachable", "The server does not answer");
   }
 }
 
 async function refreshInfo() {
+  const key = sessionStorage.getItem(KEY);
   try {
     await showInfo();
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
-    needsKey = error.status === 401;
-    byId("model-name").textContent = needsKey ? "This server asks for a key" : "Not known";
+    if (error.status === 401) refused.set("/info", key);
+    byId("model-name").textContent = error.status === 401 ? "This server asks for a key" : "Not known";
     showError(byId("info-error"), error);
   }
 }
@@ -452,7 +460,8 @@ wireForm("text", tryText);
 wireForm("compare", compareSentences);
 wireForm("rerank", rerankDocuments);
 wireKey(() => {
-  needsKey = isKnown = false;
+  refused.clear();
+  isKnown = false;
   refreshInfo().catch(() => {}); // nothing answers: the next tick says so
 });
 buildTiles();

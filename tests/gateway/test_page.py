@@ -319,6 +319,56 @@ async def test_a_key_is_asked_for_and_sent(serve: Serve, tab: Tab) -> None:
 
 
 @pytest.mark.slow
+async def test_after_a_wrong_key_nothing_is_asked_or_said_again_until_there_is_another(serve: Serve, tab: Tab) -> None:
+    running = await serve(api_key="sesame")
+    await open_home(tab, running, "This server asks for a key")
+    await tab.fill("#key-field", "wrong")
+    await tab.press("Enter")
+    await tab.until("document.querySelector('#live-error').innerText && document.querySelector('#info-error').innerText")
+    await tab.until("document.getElementById('key').open")
+    await tab.run(
+        "document.getElementById('key').open = false; window.numChanges = 0; new MutationObserver(() => numChanges++)"
+        ".observe(document.getElementById('main'), {childList: true, subtree: true, characterData: true}); 0"
+    )
+    num_requests = len([url for url in tab.requests if not url.endswith("/ready")])
+    for _ in range(3):
+        await tab.run("tick()")
+    assert len([url for url in tab.requests if not url.endswith("/ready")]) == num_requests
+    assert await tab.run("numChanges") == 0
+    assert not await tab.run("document.getElementById('key').open")
+    await tab.run("showError(document.getElementById('live-error'), new Refusal('Another.', 'code', 401))")
+    assert await tab.texts("#live-error") == ["Another. code"]
+    assert not await tab.run("document.getElementById('key').open")
+    await tab.run("document.getElementById('key').open = true")
+    await tab.fill("#key-field", "sesame")
+    await tab.press("Enter")
+    await tab.until("document.querySelector('h1').innerText === 'tiny'")
+    await tab.run("tick()")
+    assert await tab.texts("#live-error, #info-error") == ["", ""]
+    assert all("401" in text for text in tab.complaints)
+    tab.complaints.clear()
+
+
+@pytest.mark.slow
+async def test_a_key_that_no_header_can_hold_is_refused_by_the_page(serve: Serve, tab: Tab) -> None:
+    running = await serve(api_key="sesame")
+    for page in ("", "docs"):
+        await tab.open(home(running) + page)
+        await tab.run("document.getElementById('key').open = true")
+        await tab.fill("#key-field", "schl\u00fcssel")
+        await tab.press("Enter")
+        assert await tab.run("document.querySelector('#key-field:invalid').title") == (
+            "A key is of printable ASCII characters, since a header can hold no others."
+        )
+        assert await tab.run("document.getElementById('key').open && sessionStorage.length === 0")
+    await tab.fill("#key-field", "sesame")
+    await tab.press("Enter")
+    assert await tab.run("sessionStorage.length") == 1
+    assert all("401" in text for text in tab.complaints)
+    tab.complaints.clear()
+
+
+@pytest.mark.slow
 async def test_the_page_follows_the_servers_state(serve: Serve, facts: ModelFacts, tab: Tab) -> None:
     running = await serve(served=None)
     running.stub.status = Readiness("starting", 0, 2, "Two workers load.")
