@@ -324,7 +324,9 @@ async def test_after_a_wrong_key_nothing_is_asked_or_said_again_until_there_is_a
     await open_home(tab, running, "This server asks for a key")
     await tab.fill("#key-field", "wrong")
     await tab.press("Enter")
-    await tab.until("document.querySelector('#live-error').innerText && document.querySelector('#info-error').innerText")
+    await tab.until(
+        "document.querySelector('#live-error').innerText && document.querySelector('#info-error').innerText"
+    )
     await tab.until("document.getElementById('key').open")
     await tab.run(
         "document.getElementById('key').open = false; window.numChanges = 0; new MutationObserver(() => numChanges++)"
