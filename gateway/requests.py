@@ -25,11 +25,11 @@ from gateway.client import Rows
 from gateway.formats import Logits, RowFormat
 from gateway.schema import (
     Fields,
+    check_list,
     check_text,
     check_texts,
     empty_input,
     parse_object,
-    too_many_inputs,
     typed,
     unsupported,
     wrong_type,
@@ -60,16 +60,20 @@ TRUNCATION: dict[Truncation, TruncationRule] = {
     "END": TruncationRule(allowed=True, direction="right"),
 }
 
-# What `parse_inputs` takes, for /openapi.json: more than msgspec's types can say.
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+# Texts, and what `parse_inputs` takes, for /openapi.json: more than msgspec's types can say.
+TEXT_SCHEMA: dict[str, object] = {"type": "string", "minLength": 1}
+TEXTS_SCHEMA: dict[str, object] = {"type": "array", "items": TEXT_SCHEMA, "minItems": 1}
+_TOKEN_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 INPUT_SCHEMA = {
     "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        TEXT_SCHEMA,
+        TEXTS_SCHEMA,
         _TOKEN_IDS,
         {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
     ]
 }
+TEXT_OR_TEXTS_SCHEMA = {"anyOf": INPUT_SCHEMA["anyOf"][:2]}
+IDS_OR_LISTS_SCHEMA = {"anyOf": INPUT_SCHEMA["anyOf"][2:]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,34 +273,29 @@ def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = F
         if not value:
             raise empty_input(name)
         return Inputs([value], [], lambda _: name, range(1), list_name=name)
-    if type(value) is not list:
-        raise InvalidRequest(
-            f"{name} must be a string, a list of strings, a list of token ids or a list of such lists.",
-            param=name,
-            code="invalid_type",
-        )
-    if not value:
-        raise empty_input(name)
-    first = value[0]
+    wanted = "a string, a list of strings, a list of token ids or a list of such lists"
+    values = check_list(value, name, wanted)
+    first = values[0]
     if isinstance(first, int | float):
-        return Inputs([], [value], lambda _: name, range(1), list_name=name)
-    if len(value) > max_inputs:
-        raise too_many_inputs(name, len(value), max_inputs)
+        return Inputs([], [values], lambda _: name, range(1), list_name=name)
+    check_list(values, name, wanted, max_inputs)
     if type(first) is list:
         if partial:
-            good_ids, places, failures = _good_ones(value, name_of, lambda ids, name: _check_ids(ids, name, name_of(0)))
+            good_ids, places, failures = _good_ones(
+                values, name_of, lambda ids, name: _check_ids(ids, name, name_of(0))
+            )
             return Inputs([], good_ids, name_of, places, failures, name)
-        for index, ids in enumerate(value):
+        for index, ids in enumerate(values):
             _check_ids(ids, name_of(index), name_of(0))
-        return Inputs([], value, name_of, range(len(value)), list_name=name)
+        return Inputs([], values, name_of, range(len(values)), list_name=name)
     if partial:
-        good_texts, places, failures = _good_ones(value, name_of, check_text)
+        good_texts, places, failures = _good_ones(values, name_of, check_text)
         return Inputs(good_texts, [], name_of, places, failures, name)
     if type(first) is not str:
         raise InvalidRequest(
             f"{name}[0] must be a string, a token id or a list of token ids.", param=f"{name}[0]", code="invalid_type"
         )
-    return Inputs(check_texts(value, name), [], name_of, range(len(value)), list_name=name)
+    return Inputs(check_texts(values, name), [], name_of, range(len(values)), list_name=name)
 
 
 def parse_prompt(

@@ -306,3 +306,22 @@ def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:
         # JSON's grammar bounds no number; one with a fraction or an exponent that no float holds is another matter.
         return InvalidRequest(f"The whole number at character {error.pos} is too large.", code="out_of_range")
     return InvalidRequest(f"The body is not JSON in UTF-8: {error.msg} (character {error.pos}).", code="invalid_json")
+
+
+def check_list(
+    value: object, name: str, wanted: str, maximum: int | None = None, purpose: str = "embed", noun: str = "inputs"
+) -> list[Any]:
+    """The value of the field `name`: a list that is not empty and has at most `maximum` members, which are `noun`.
+
+    `wanted` is what the field takes, and `purpose` what an empty list is no use for.
+
+    Raises:
+        InvalidRequest: invalid_type, empty_input or too_many_inputs.
+    """
+    if type(value) is not list:
+        raise wrong_type(name, wanted)
+    if not value:
+        raise empty_input(name, purpose)
+    if maximum is not None and len(value) > maximum:
+        raise too_many_inputs(name, len(value), maximum, noun)
+    return value

@@ -31,6 +31,8 @@ from gateway.formats import (
     json_rows,
 )
 from gateway.requests import (
+    TEXT_SCHEMA,
+    TEXTS_SCHEMA,
     TRUNCATION,
     Asked,
     EmbeddingRequest,
@@ -45,21 +47,19 @@ from gateway.requests import (
 from gateway.schema import (
     Body,
     check_body,
+    check_list,
     check_text,
     check_texts,
-    empty_input,
-    too_many_inputs,
     unsupported,
     wrong_type,
 )
 
 EmbeddingType = Dtype | Literal["base64"]
 
-_TEXT = {"type": "string", "minLength": 1}
-_TEXTS = {"anyOf": [{"type": "array", "items": _TEXT, "minItems": 1}, {"type": "null"}]}
+_TEXTS = {"anyOf": [TEXTS_SCHEMA, {"type": "null"}]}
 _PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "properties": {"type": {"const": "text"}, "text": TEXT_SCHEMA},
     "required": ["type", "text"],
     "additionalProperties": False,
 }
@@ -242,12 +242,8 @@ def _parse_inputs(body: EmbedBody, max_inputs: int) -> Inputs:
     if not given:
         raise InvalidRequest("texts is missing.", param="texts", code="invalid_type")
     ((name, values),) = given.items()
-    if type(values) is not list:
-        raise wrong_type(name, "a list of strings" if name == "texts" else "a list of objects, each with its content")
-    if not values:
-        raise empty_input(name)
-    if len(values) > max_inputs:
-        raise too_many_inputs(name, len(values), max_inputs)
+    wanted = "a list of strings" if name == "texts" else "a list of objects, each with its content"
+    values = check_list(values, name, wanted, max_inputs)
 
     def name_of(index: int) -> str:
         return f"{name}[{index}]"

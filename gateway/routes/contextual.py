@@ -26,16 +26,15 @@ from gateway.formats import (
     check_normalize,
     json_rows,
 )
-from gateway.requests import Asked, ContextualRequest, Limits, Operation, Outcome
+from gateway.requests import TEXTS_SCHEMA, Asked, ContextualRequest, Limits, Operation, Outcome
 from gateway.schema import (
     Body,
     check_body,
+    check_list,
     check_texts,
-    empty_input,
     too_many_inputs,
     unsupported,
     wrong_task,
-    wrong_type,
 )
 
 PATH = "/v1/contextualizedembeddings"
@@ -45,9 +44,7 @@ MAX_TOKENS = 120_000
 MAX_DOCUMENTS = 512
 MAX_CHUNKS = 16_000
 
-_TEXT = {"type": "string", "minLength": 1}
-_DOCUMENT = {"type": "array", "items": _TEXT, "minItems": 1}
-_INPUT_SCHEMA = {"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": MAX_DOCUMENTS}
+_INPUT_SCHEMA = {"type": "array", "items": TEXTS_SCHEMA, "minItems": 1, "maxItems": MAX_DOCUMENTS}
 
 
 class ContextualBody(Body, kw_only=True):
@@ -140,20 +137,12 @@ def render(outcome: Outcome, *, documents: list[list[str]], encoding_format: Enc
 
 
 def _parse_input(value: object) -> list[list[str]]:
-    if type(value) is not list:
-        raise wrong_type("input", "a list of documents, each a list of chunks")
-    if not value:
-        raise empty_input("input")
-    if len(value) > MAX_DOCUMENTS:
-        raise too_many_inputs("input", len(value), MAX_DOCUMENTS, "documents")
+    wanted = "a list of documents, each a list of chunks"
     documents = []
     num_chunks = 0
-    for index, chunks in enumerate(value):
+    for index, document in enumerate(check_list(value, "input", wanted, MAX_DOCUMENTS, noun="documents")):
         name = f"input[{index}]"
-        if type(chunks) is not list:
-            raise wrong_type(name, "a document: a list of strings, its chunks")
-        if not chunks:
-            raise empty_input(name)
+        chunks = check_list(document, name, "a document: a list of strings, its chunks")
         num_chunks += len(chunks)
         if num_chunks <= MAX_CHUNKS:
             documents.append(check_texts(chunks, name))

@@ -24,15 +24,25 @@ from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import TruncationRule
 from gateway.answers import Usage, render_usage
 from gateway.formats import check_finite, decimals, scores_of
-from gateway.requests import TRUNCATION, Asked, Limits, Operation, Outcome, PairsRequest, Truncation
+from gateway.requests import (
+    TEXT_OR_TEXTS_SCHEMA,
+    TEXT_SCHEMA,
+    TRUNCATION,
+    Asked,
+    Limits,
+    Operation,
+    Outcome,
+    PairsRequest,
+    Truncation,
+)
 from gateway.schema import (
     Body,
     check_body,
+    check_list,
     check_one_score,
     check_text,
     check_texts,
     empty_input,
-    too_many_inputs,
     unsupported,
     wrong_type,
 )
@@ -52,9 +62,8 @@ _UNSUPPORTED = {
     "relevant_spans": "a document is scored as a whole",
 }
 
-_TEXT = {"type": "string", "minLength": 1}
-_TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
-_DOCUMENT = {"anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}]}
+_TEXT_OBJECT = {"type": "object", "properties": {"text": TEXT_SCHEMA}, "required": ["text"]}
+_DOCUMENT = {"anyOf": [TEXT_SCHEMA, _TEXT_OBJECT]}
 _COUNT = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
 
 
@@ -103,8 +112,8 @@ class RerankBody(PairsBody, kw_only=True):
 class ScoreBody(PairsBody, kw_only=True):
     """Texts to compare: one with one, one with many, or as many with as many."""
 
-    text_1: Annotated[Any, Meta(extra_json_schema=_TEXTS)]
-    text_2: Annotated[Any, Meta(extra_json_schema=_TEXTS)]
+    text_1: Annotated[Any, Meta(extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
+    text_2: Annotated[Any, Meta(extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
 
 
 class Document(msgspec.Struct):
@@ -302,14 +311,10 @@ def _parse_top_n(body: RerankBody) -> int | None:
 
 
 def _parse_documents(value: object, max_documents: int) -> list[str]:
-    if type(value) is not list:
-        raise wrong_type("documents", 'a list of strings, or of objects with a "text"')
-    if not value:
-        raise empty_input("documents", "rank")
-    if len(value) > max_documents:
-        raise too_many_inputs("documents", len(value), max_documents, "documents")
+    wanted = 'a list of strings, or of objects with a "text"'
+    documents = check_list(value, "documents", wanted, max_documents, "rank", "documents")
     # Of an object only its text counts, as at Cohere's.
-    texts: list[object] = [document.get("text") if type(document) is dict else document for document in value]
+    texts: list[object] = [document.get("text") if type(document) is dict else document for document in documents]
     for index, text in enumerate(texts):
         if type(text) is not str:
             raise wrong_type(f"documents[{index}]", 'a string, or an object whose "text" is one')
@@ -324,13 +329,8 @@ def _parse_texts(value: object, name: str, max_inputs: int) -> tuple[list[str], 
         if not value:
             raise empty_input(name, "score")
         return [value], True
-    if type(value) is not list:
-        raise wrong_type(name, "a string or a list of strings")
-    if not value:
-        raise empty_input(name, "score")
-    if len(value) > max_inputs:
-        raise too_many_inputs(name, len(value), max_inputs, "texts")
-    return check_texts(value, name, "score"), False
+    texts = check_list(value, name, "a string or a list of strings", max_inputs, "score", "texts")
+    return check_texts(texts, name, "score"), False
 
 
 def _head(outcome: Outcome, kind: bytes) -> tuple[bytes, ...]:

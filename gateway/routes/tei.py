@@ -26,7 +26,10 @@ from common.protocol import ModelFacts, read_sparse
 from common.tokenization import NameOf, Token, Tokenizer, TruncationRule, input_too_long
 from gateway.formats import check_dimensions, check_finite, decimals, json_rows
 from gateway.requests import (
+    IDS_OR_LISTS_SCHEMA,
     INPUT_SCHEMA,
+    TEXT_OR_TEXTS_SCHEMA,
+    TEXTS_SCHEMA,
     Asked,
     EmbeddingRequest,
     Inputs,
@@ -37,15 +40,7 @@ from gateway.requests import (
     parse_inputs,
     parse_prompt,
 )
-from gateway.schema import (
-    Body,
-    check_body,
-    check_text,
-    check_texts,
-    empty_input,
-    too_many_inputs,
-    wrong_type,
-)
+from gateway.schema import Body, check_body, check_list, check_text, check_texts, wrong_type
 
 DIALECT = "TEI"
 
@@ -57,11 +52,6 @@ MAX_TOKENIZED_CHARS = 131_072
 
 # Of a text's tokens so many are written at once: the JSON writer holds the interpreter's lock for a whole call.
 _WRITTEN_TOKENS = 4096
-
-_TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
-_TEXT_OR_TEXTS = {"anyOf": [{"type": "string", "minLength": 1}, _TEXTS]}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_IDS_OR_LISTS = {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
 
 Truncate = Annotated[bool | None, Meta(description="Cut what is too long, rather than refuse it.")]
 TruncationDirection = Annotated[Direction | None, Meta(description="Which end is cut off; `right` unless said.")]
@@ -104,7 +94,7 @@ class SimilarityInputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     source_sentence: Annotated[
         str, Meta(description="What each of the sentences is compared with.", extra_json_schema={"minLength": 1})
     ]
-    sentences: Annotated[Any, Meta(description="Strings.", extra_json_schema=_TEXTS)]
+    sentences: Annotated[Any, Meta(description="Strings.", extra_json_schema=TEXTS_SCHEMA)]
 
 
 class SimilarityParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +115,7 @@ class SimilarityBody(Body, kw_only=True):
 class TokenizeBody(Body, kw_only=True):
     """Texts to take apart."""
 
-    inputs: Annotated[Any, Meta(description="A text, or several.", extra_json_schema=_TEXT_OR_TEXTS)]
+    inputs: Annotated[Any, Meta(description="A text, or several.", extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
     add_special_tokens: Annotated[bool | None, Meta(description="Those around a text; true unless said.")] = None
     prompt_name: PromptName = None
 
@@ -133,7 +123,9 @@ class TokenizeBody(Body, kw_only=True):
 class DecodeBody(Body, kw_only=True):
     """Token ids to make text of."""
 
-    ids: Annotated[Any, Meta(description="The token ids of a text, or such lists.", extra_json_schema=_IDS_OR_LISTS)]
+    ids: Annotated[
+        Any, Meta(description="The token ids of a text, or such lists.", extra_json_schema=IDS_OR_LISTS_SCHEMA)
+    ]
     skip_special_tokens: Annotated[bool | None, Meta(description="Leave them out; true unless said.")] = None
 
 
@@ -289,13 +281,8 @@ def _parse_sentences(inputs: SimilarityInputs, max_inputs: int) -> Inputs:
     """The source, and then the sentences."""
     source = check_text(inputs.source_sentence, "inputs.source_sentence", "compare")
     name = "inputs.sentences"
-    if type(inputs.sentences) is not list:
-        raise wrong_type(name, "a list of strings")
-    if not inputs.sentences:
-        raise empty_input(name, "compare")
-    if len(inputs.sentences) >= max_inputs:
-        raise too_many_inputs(name, len(inputs.sentences), max_inputs - 1, "sentences")
-    texts = [source, *check_texts(inputs.sentences, name, "compare")]
+    sentences = check_list(inputs.sentences, name, "a list of strings", max_inputs - 1, "compare", "sentences")
+    texts = [source, *check_texts(sentences, name, "compare")]
 
     def name_of(index: int) -> str:
         return f"{name}[{index - 1}]" if index else "inputs.source_sentence"

@@ -23,25 +23,31 @@ from common.pairs import PairNames
 from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import NameOf
 from gateway.formats import check_finite, decimals, probabilities_of, scores_of
-from gateway.requests import Asked, LabelsRequest, Limits, Operation, Outcome, PairsRequest
+from gateway.requests import (
+    TEXT_SCHEMA,
+    TEXTS_SCHEMA,
+    Asked,
+    LabelsRequest,
+    Limits,
+    Operation,
+    Outcome,
+    PairsRequest,
+)
 from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
 from gateway.schema import (
     check_body,
+    check_list,
     check_one_score,
     check_text,
     check_texts,
-    empty_input,
-    too_many_inputs,
     unsupported,
-    wrong_type,
 )
 
 # What becomes of the logits of an input.
 Scale = Literal["sigmoid", "softmax", "none"]
 
-_TEXT = {"type": "string", "minLength": 1}
-_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 2}
-_INPUTS = {"anyOf": [_TEXT, _TEXTS, {"type": "array", "items": _TEXTS, "minItems": 1}]}
+_PAIR = TEXTS_SCHEMA | {"maxItems": 2}
+_INPUTS = {"anyOf": [TEXT_SCHEMA, _PAIR, {"type": "array", "items": _PAIR, "minItems": 1}]}
 
 Inputs = Annotated[
     Any,
@@ -66,9 +72,7 @@ class RankBody(TruncatingBody, kw_only=True):
     """A query and texts to be put in order."""
 
     query: Annotated[str, Meta(description="What the texts should be relevant to.", extra_json_schema={"minLength": 1})]
-    texts: Annotated[
-        Any, Meta(description="Strings.", extra_json_schema={"type": "array", "items": _TEXT, "minItems": 1})
-    ]
+    texts: Annotated[Any, Meta(description="Strings.", extra_json_schema=TEXTS_SCHEMA)]
     raw_scores: Annotated[bool | None, Meta(description="Logits, rather than probabilities.")] = None
     return_text: Annotated[bool | None, Meta(description="Have each rank bring its text.")] = None
 
@@ -117,13 +121,8 @@ def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> Asked:
     check_body(body, facts, "score")
     check_one_score(facts)
     check_text(body.query, "query", "compare with")
-    if type(body.texts) is not list:
-        raise wrong_type("texts", "a list of strings")
-    if not body.texts:
-        raise empty_input("texts", "rank")
-    if len(body.texts) > limits.max_inputs:
-        raise too_many_inputs("texts", len(body.texts), limits.max_inputs, "texts")
-    texts = check_texts(body.texts, "texts", "rank")
+    texts = check_list(body.texts, "texts", "a list of strings", limits.max_inputs, "rank", "texts")
+    texts = check_texts(texts, "texts", "rank")
     request = PairsRequest(
         queries=[body.query],
         documents=texts,
@@ -215,14 +214,9 @@ def _parse_texts(value: object, max_inputs: int) -> _Texts:
     """A text, [text], [text, text], or a list of such lists."""
     if type(value) is str:
         return _Texts([(check_text(value, "inputs", "label"),)], lambda _: "inputs", lone=True)
-    if type(value) is not list:
-        raise wrong_type("inputs", _TAKEN)
-    if not value:
-        raise empty_input("inputs", "label")
-    if type(value[0]) is not list:
+    if type(check_list(value, "inputs", _TAKEN, purpose="label")[0]) is not list:
         return _Texts([_parse_one(value, "inputs", _TAKEN)], lambda _: "inputs", lone=True)
-    if len(value) > max_inputs:
-        raise too_many_inputs("inputs", len(value), max_inputs)
+    value = check_list(value, "inputs", _TAKEN, max_inputs, "label")
     return _Texts(
         [_parse_one(texts, f"inputs[{index}]", "a list of a text, or of a pair") for index, texts in enumerate(value)],
         lambda index: f"inputs[{index}]",
@@ -232,16 +226,13 @@ def _parse_texts(value: object, max_inputs: int) -> _Texts:
 
 def _parse_one(value: object, name: str, taken: str) -> tuple[str, ...]:
     """The one text, or the two, of an input."""
-    if type(value) is not list:
-        raise wrong_type(name, taken)
-    if not value:
-        raise empty_input(name, "label")
-    if len(value) > 2:
+    texts = check_list(value, name, taken, purpose="label")
+    if len(texts) > 2:
         raise InvalidRequest(
-            f"{name} holds {len(value)} texts where one, or a pair, can be labelled. Send each in a list of its own.",
+            f"{name} holds {len(texts)} texts where one, or a pair, can be labelled. Send each in a list of its own.",
             param=name,
         )
-    return tuple(check_texts(value, name, "label"))
+    return tuple(check_texts(texts, name, "label"))
 
 
 RERANK = Operation(
