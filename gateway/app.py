@@ -51,7 +51,7 @@ from gateway.body import BodyLimits, HeldBodies, read_body
 from gateway.budgets import Budgets
 from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
-from gateway.formats import RowFormat, as_written, check_finite
+from gateway.formats import RowFormat, as_written, check_finite, json_list
 from gateway.http import HttpLimits, Server
 from gateway.requests import (
     Asked,
@@ -320,9 +320,9 @@ class Gateway:
         answers = await self._in_time(call, self._encoder.answer_locally(model, request, max_size=max_size))
         begin = now_ns()
         if sum(map(len, answers)) <= _JOIN_ON_LOOP:
-            body = _json_list(answers)
+            body = json_list(answers)
         else:
-            body = await self._threads.run(partial(_json_list, answers))
+            body = await self._threads.run(partial(json_list, answers))
         _lap(call, "render_us", begin)
         return _json(body)
 
@@ -551,10 +551,6 @@ def _matrix(rows: Rows, row_format: RowFormat) -> web.Response:
 
 def _json(body: bytes) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": JSON})
-
-
-def _json_list(elements: list[bytes]) -> bytes:
-    return b"[%b]" % b",".join(elements)
 
 
 def _typed(answer: msgspec.Struct) -> web.Response:

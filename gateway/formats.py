@@ -7,7 +7,7 @@ quantiser, from the vector as it pools it, so they are the same whatever the che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -142,6 +142,26 @@ def json_rows(rows: Rows, row_format: RowFormat) -> Iterator[bytes]:
         num_bytes = len(data) // len(rows)
         for start in range(0, len(data), num_bytes):
             yield b'"%b"' % pybase64.b64encode(data[start : start + num_bytes])
+
+
+def list_pieces(elements: Iterable[bytes]) -> list[bytes]:
+    """A JSON list of these elements, in pieces to be joined with whatever stands around it.
+
+    Joining lets go of the interpreter's lock while it copies megabytes, and writing into b"[%b]" does not: the event
+    loop would stop for as long, on whichever thread an answer is made.
+    """
+    pieces = [b"["]
+    for element in elements:
+        pieces += (element, b",")
+    if len(pieces) == 1:
+        return [b"[]"]
+    pieces[-1] = b"]"
+    return pieces
+
+
+def json_list(elements: Iterable[bytes]) -> bytes:
+    """A JSON list of these elements, copied once; see `list_pieces`."""
+    return b"".join(list_pieces(elements))
 
 
 def scores_of(logits: Logits, activation: str, *, raw: bool) -> npt.NDArray[np.float32]:

@@ -29,6 +29,7 @@ from gateway.formats import (
     check_finite,
     check_normalize,
     json_rows,
+    list_pieces,
 )
 from gateway.requests import (
     TEXT_SCHEMA,
@@ -212,20 +213,22 @@ def render(
     """
     check_finite(outcome.rows, name_of)
     rows = {encoding: outcome.rows, **outcome.more_rows}
-    lists = [(one, b"[%b]" % b",".join(json_rows(rows[ENCODINGS[one]], one))) for one in types]
-    if bare:
-        ((_, embeddings),) = lists
-    else:
-        embeddings = b"{%b}" % b",".join(b'"%b":%b' % (one.encode(), vectors) for one, vectors in lists)
+    embeddings: list[bytes] = []
+    for one in types:
+        if not bare:
+            embeddings.append(b'%b"%b":' % (b"," if embeddings else b"{", one.encode()))
+        embeddings += list_pieces(json_rows(rows[ENCODINGS[one]], one))
+    if not bare:
+        embeddings.append(b"}")
     meta = {"api_version": {"version": version}, "billed_units": {"input_tokens": outcome.num_tokens}}
     pieces = (
         b'{"id":',
         orjson.dumps(outcome.request_id),
         b',"embeddings":',
-        embeddings,
-        b',"texts":[',
-        b",".join(map(orjson.dumps, texts)),  # one at a time: see formats.py
-        b'],"response_type":"embeddings_floats","meta":' if bare else b'],"response_type":"embeddings_by_type","meta":',
+        *embeddings,
+        b',"texts":',
+        *list_pieces(map(orjson.dumps, texts)),  # one at a time: see formats.py
+        b',"response_type":"embeddings_floats","meta":' if bare else b',"response_type":"embeddings_by_type","meta":',
         orjson.dumps(meta),
         b"}",
     )

@@ -23,7 +23,7 @@ from common.pairs import PairNames
 from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import TruncationRule
 from gateway.answers import Usage, render_usage
-from gateway.formats import check_finite, decimals, scores_of
+from gateway.formats import check_finite, decimals, json_list, scores_of
 from gateway.requests import (
     TEXT_OR_TEXTS_SCHEMA,
     TEXT_SCHEMA,
@@ -223,23 +223,24 @@ def render_rerank(
     check_finite(outcome.rows, PairNames().document)
     logits = outcome.logits[:, 0]
     scores = decimals(scores_of(logits, outcome.facts.score_activation, raw=raw_scores))
-    results, data = [], []
-    for index in np.argsort(-logits, kind="stable")[:top_n].tolist():
-        result = b'{"index":%d,"relevance_score":%b' % (index, scores[index])
-        if not return_documents:
-            results.append(result + b"}")
-            data.append(result + b"}")
-            continue
-        text = orjson.dumps(documents[index])  # one at a time: see formats.py
-        results.append(result + b',"document":{"text":%b}}' % text)
-        data.append(result + b',"document":%b}' % text)
+    order = np.argsort(-logits, kind="stable")[:top_n].tolist()
+
+    def results(document: bytes) -> bytes:
+        """The list, with documents written so."""
+        written = []
+        for index in order:
+            # One text at a time: see formats.py.
+            text = document % orjson.dumps(documents[index]) if return_documents else b""
+            written.append(b'{"index":%d,"relevance_score":%b%b}' % (index, scores[index], text))
+        return json_list(written)
+
     meta = {
         "billed_units": {"search_units": -(-len(documents) // _DOCUMENTS_PER_SEARCH_UNIT)},
         "tokens": {"input_tokens": outcome.num_tokens},
     }
-    pieces = [*_head(outcome, b"rerank"), b',"results":[', b",".join(results), b"]"]
+    pieces = [*_head(outcome, b"rerank"), b',"results":', results(b',"document":{"text":%b}')]
     if voyage:
-        pieces += (b',"data":[', b",".join(data), b"]")
+        pieces += (b',"data":', results(b',"document":%b'))
     pieces += (b",", render_usage(outcome.num_tokens), b',"meta":', orjson.dumps(meta), b"}")
     return b"".join(pieces)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,7 +25,7 @@ from msgspec import Meta
 from common.errors import InvalidRequest, NonfiniteOutput
 from common.protocol import ModelFacts, read_sparse
 from common.tokenization import NameOf, Token, Tokenizer, TruncationRule, input_too_long
-from gateway.formats import check_dimensions, check_finite, decimals, json_rows
+from gateway.formats import check_dimensions, check_finite, decimals, json_list, json_rows
 from gateway.requests import (
     IDS_OR_LISTS_SCHEMA,
     INPUT_SCHEMA,
@@ -224,7 +225,7 @@ def render_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:
         NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200; so do the others.
     """
     check_finite(outcome.rows, name_of)
-    return b"[%b]" % b",".join(json_rows(outcome.rows, "float"))
+    return json_list(json_rows(outcome.rows, "float"))
 
 
 def render_rows_of_tokens(outcome: Outcome, *, name_of: NameOf) -> bytes:
@@ -234,7 +235,7 @@ def render_rows_of_tokens(outcome: Outcome, *, name_of: NameOf) -> bytes:
     stops = np.cumsum(counts)
     check_finite(outcome.rows, lambda row: name_of(int(np.searchsorted(stops, row, side="right"))))
     rows = json_rows(outcome.rows, "float")
-    return b"[%b]" % b",".join([b"[%b]" % b",".join([next(rows) for _ in range(count)]) for count in counts])
+    return json_list(json_list(islice(rows, count)) for count in counts)
 
 
 def render_sparse_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:
@@ -246,14 +247,14 @@ def render_sparse_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:
             name = name_of(place)
             raise NonfiniteOutput(f"The model made a NaN or an infinity of {name}.", param=name)
         pairs = zip(columns.tolist(), decimals(values), strict=True) if len(values) else ()
-        rows.append(b"[%b]" % b",".join([b'{"index":%d,"value":%b}' % pair for pair in pairs]))
-    return b"[%b]" % b",".join(rows)
+        rows.append(json_list(b'{"index":%d,"value":%b}' % pair for pair in pairs))
+    return json_list(rows)
 
 
 def render_similarities(outcome: Outcome, *, name_of: NameOf) -> bytes:
     """A list of the cosines of each sentence with the source."""
     check_finite(outcome.rows, name_of)
-    return b"[%b]" % b",".join(decimals(_cosines(outcome.rows.astype(np.float64))))
+    return json_list(decimals(_cosines(outcome.rows.astype(np.float64))))
 
 
 def truncation_of(truncate: bool | None, direction: Direction | None, limits: Limits) -> TruncationRule:
@@ -299,8 +300,9 @@ def _cosines(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
 
 
 def _json_tokens(tokens: list[Token]) -> bytes:
-    parts = [orjson.dumps(tokens[at : at + _WRITTEN_TOKENS])[1:-1] for at in range(0, len(tokens), _WRITTEN_TOKENS)]
-    return b"[%b]" % b",".join(parts)
+    return json_list(
+        orjson.dumps(tokens[at : at + _WRITTEN_TOKENS])[1:-1] for at in range(0, len(tokens), _WRITTEN_TOKENS)
+    )
 
 
 EMBED = Operation(

@@ -22,7 +22,7 @@ from common.errors import InvalidRequest
 from common.pairs import PairNames
 from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import NameOf
-from gateway.formats import check_finite, decimals, probabilities_of, scores_of
+from gateway.formats import check_finite, decimals, json_list, probabilities_of, scores_of
 from gateway.requests import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
@@ -164,7 +164,7 @@ def render_ranks(outcome: Outcome, *, texts: list[str] | None, raw: bool) -> byt
     for index in np.argsort(-logits, kind="stable").tolist():
         text = b"" if texts is None else b',"text":%b' % orjson.dumps(texts[index])  # one at a time: see formats.py
         ranks.append(b'{"index":%d%b,"score":%b}' % (index, text, scores[index]))
-    return b"[%b]" % b",".join(ranks)
+    return json_list(ranks)
 
 
 def render_labels(outcome: Outcome, *, name_of: NameOf, scale: Scale, top_k: int | None, lone: bool) -> bytes:
@@ -176,8 +176,8 @@ def render_labels(outcome: Outcome, *, name_of: NameOf, scale: Scale, top_k: int
     lists = []
     for row, order in zip(scores, np.argsort(-logits, axis=1, kind="stable")[:, :top_k].tolist(), strict=True):
         written = decimals(row)
-        lists.append(b"[%b]" % b",".join([b'{"score":%b,"label":%b}' % (written[at], labels[at]) for at in order]))
-    return lists[0] if lone else b"[%b]" % b",".join(lists)
+        lists.append(json_list(b'{"score":%b,"label":%b}' % (written[at], labels[at]) for at in order))
+    return lists[0] if lone else json_list(lists)
 
 
 def _labels_asked(
