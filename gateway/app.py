@@ -376,7 +376,7 @@ class Gateway:
         assert model.pairs is not None, "a model that scores takes pairs"
         max_tokens = self._config.max_request_tokens
         if isinstance(request, LabelsRequest):
-            encoding = self._encoder.encode_labelled(model, request, max_tokens=max_tokens)
+            encoding = self._encoder.encode_labelled(model.tokenizer, model.pairs, request, max_tokens=max_tokens)
         else:
             encoding = self._encoder.encode_pairs(model.pairs, request, max_tokens=max_tokens)
         pairs = await self._in_time(call, encoding)
@@ -386,7 +386,7 @@ class Gateway:
         except ServiceError as error:
             sequence = _sequence_of(error)
             if sequence is not None:
-                error.param = request.name(pairs.first_pairs[sequence])
+                error.param = request.name_of(pairs.first_pairs[sequence])
             raise
         num_tokens = sum(map(len, pairs.sequences))
         self._count_inputs(len(pairs.places), num_tokens)

@@ -387,23 +387,23 @@ class Encoder:
         )
         return encoded
 
-    async def encode_labelled(self, model: Model, request: LabelsRequest, *, max_tokens: int) -> EncodedPairs:
+    async def encode_labelled(
+        self, tokenizer: Tokenizer, pair_tokenizer: PairTokenizer, request: LabelsRequest, *, max_tokens: int
+    ) -> EncodedPairs:
         """Each text, or pair of texts, as one sequence: a text as the tokenizer writes one, a pair as it writes pairs.
 
         Raises:
             InvalidRequest: one is too long or holds no token, or all together have too many tokens.
             InternalError: the tokenizer failed.
         """
-        assert model.pairs is not None, "a model that scores takes pairs"
-        pair_tokenizer = model.pairs
         encoded = EncodedPairs()
 
         def encode_part(start: int, stop: int) -> list[Pair]:
             pairs: list[Pair] = []
             for index in range(start, stop):
-                name, texts = request.name(index), request.inputs[index]
+                name, texts = request.name_of(index), request.inputs[index]
                 if len(texts) == 1:
-                    [ids] = model.tokenizer.encode([*texts], request.truncation, _always(name))
+                    [ids] = tokenizer.encode([*texts], request.truncation, _always(name))
                     pairs.append(Pair(ids, len(ids)))
                 else:
                     names = PairNames(f"{name}[0]", f"{name}[1]", first_index=None)

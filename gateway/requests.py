@@ -152,11 +152,11 @@ class PairsRequest:
     normalize: ClassVar[bool] = False
     encoding: ClassVar[str] = "float32"
 
-    def name(self, pair: int) -> str:
+    usual_lane: ClassVar[str] = "score"
+
+    def name_of(self, pair: int) -> str:
         """How errors call a pair: by its document, since the query is often everyone's."""
         return self.names.document(pair)
-
-    usual_lane: ClassVar[str] = "score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +172,6 @@ class LabelsRequest:
     encoding: ClassVar[str] = "float32"
 
     usual_lane: ClassVar[str] = "score"
-
-    def name(self, index: int) -> str:
-        """How errors call an input."""
-        return self.name_of(index)
 
 
 Request = EmbeddingRequest | ContextualRequest | PairsRequest | LabelsRequest

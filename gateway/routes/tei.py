@@ -75,10 +75,6 @@ class EmbedAllBody(TruncatingBody, kw_only=True):
     prompt_name: PromptName = None
 
 
-class EmbedSparseBody(EmbedAllBody, kw_only=True):
-    """Texts, or token ids."""
-
-
 class EmbedBody(EmbedAllBody, kw_only=True):
     """Texts, or token ids, to embed."""
 
@@ -158,7 +154,7 @@ def parse_embed_all(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> As
     return Asked(request, partial(render_rows_of_tokens, name_of=request.inputs.name_of))
 
 
-def parse_embed_sparse(body: EmbedSparseBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_embed_sparse(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> Asked:
     check_body(body, facts, "sparse")
     request = replace(_embedding_request(body, facts, limits), encoding="sparse")
     return Asked(request, partial(render_sparse_rows, name_of=request.inputs.name_of))
@@ -330,7 +326,7 @@ EMBED_SPARSE = Operation(
     dialect=DIALECT,
     summary="Weigh the vocabulary for texts",
     description="The weights, other than zero, that each input gives to tokens. For a sparse model.",
-    body=EmbedSparseBody,
+    body=EmbedAllBody,
     answer=list[list[SparseValue]],
     parse=parse_embed_sparse,
 )
