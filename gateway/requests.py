@@ -19,7 +19,7 @@ import numpy as np
 
 from common.errors import InvalidRequest, ServiceError
 from common.pairs import PairNames
-from common.protocol import ModelFacts
+from common.protocol import OWN_PAIRS, ModelFacts
 from common.tokenization import NameOf, Tokenizer, TruncationRule
 from gateway.client import Rows
 from gateway.formats import Logits, RowFormat
@@ -331,6 +331,12 @@ def parse_prompt(
     if prompt and truncation.direction == "left" and not facts.include_prompt:
         raise unsupported(direction_name, "this model's prompt, which comes first, is not part of the vector")
     return prompt
+
+
+def check_cut(truncation: TruncationRule, facts: ModelFacts, name: str) -> None:
+    """Raises InvalidRequest (unsupported_parameter), naming the field that says it, where pairs cannot be cut so."""
+    if truncation.allowed and truncation.direction == "left" and facts.pair_template != OWN_PAIRS:
+        raise unsupported(name, "in this model's template a document is cut at its end only")
 
 
 def _check_ids(value: object, name: str, first_name: str) -> list[object]:

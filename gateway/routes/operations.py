@@ -91,7 +91,9 @@ class LimitsInfo(msgspec.Struct):
     max_concurrent_requests: int
     max_inputs: int
     max_request_tokens: int
-    max_rerank_documents: int
+    max_rerank_documents: Annotated[
+        int, Meta(description="Of `documents`; of TEI's `texts` as many as inputs, its `max_client_batch_size`.")
+    ]
     max_contextual_documents: int
     max_contextual_chunks: int
     max_contextual_tokens: int

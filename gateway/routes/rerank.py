@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest
 from common.pairs import PairNames
-from common.protocol import OWN_PAIRS, ModelFacts
+from common.protocol import ModelFacts
 from common.tokenization import TruncationRule
 from gateway.answers import Usage, render_usage
 from gateway.formats import check_finite, decimals, json_list, scores_of
@@ -34,6 +34,7 @@ from gateway.requests import (
     Outcome,
     PairsRequest,
     Truncation,
+    check_cut,
 )
 from gateway.schema import (
     Body,
@@ -290,8 +291,7 @@ def _parse_truncation(body: PairsBody, facts: ModelFacts, default: Truncation) -
     if asked is None:
         asked = default
     word: Truncation = ("END" if asked else "NONE") if isinstance(asked, bool) else asked
-    if word == "START" and facts.pair_template != OWN_PAIRS:
-        raise unsupported("truncate", "in this model's template a document is cut at its end only: use END")
+    check_cut(TRUNCATION[word], facts, "truncate")
     return TRUNCATION[word]
 
 

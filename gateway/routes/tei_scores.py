@@ -32,6 +32,7 @@ from gateway.requests import (
     Operation,
     Outcome,
     PairsRequest,
+    check_cut,
 )
 from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
 from gateway.schema import (
@@ -123,11 +124,13 @@ def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> Asked:
     check_text(body.query, "query", "compare with")
     texts = check_list(body.texts, "texts", "a list of strings", limits.max_inputs, "rank", "texts")
     texts = check_texts(texts, "texts", "rank")
+    truncation = truncation_of(body.truncate, body.truncation_direction, limits)
+    check_cut(truncation, facts, "truncation_direction")
     request = PairsRequest(
         queries=[body.query],
         documents=texts,
         names=PairNames("query", "texts"),
-        truncation=truncation_of(body.truncate, body.truncation_direction, limits),
+        truncation=truncation,
         instruction=None,
         max_document_tokens=None,
         lane=body.lane,
@@ -141,11 +144,13 @@ def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> Asked:
 
 
 def parse_predict(body: PredictBody, facts: ModelFacts, limits: Limits) -> Asked:
+    check_body(body, facts, "score")
     scale: Scale | None = "none" if body.raw_scores else None
     return _labels_asked(body, _parse_texts(body.inputs, limits.max_inputs), facts, limits, scale)
 
 
 def parse_classify(body: ClassifyBody, facts: ModelFacts, limits: Limits) -> Asked:
+    check_body(body, facts, "score")
     parameters = body.parameters or ClassifyParameters()
     texts = replace(_parse_texts(body.inputs, limits.max_inputs), lone=False)
     return _labels_asked(body, texts, facts, limits, parameters.function_to_apply, top_k=parameters.top_k)
@@ -189,15 +194,16 @@ def _labels_asked(
     *,
     top_k: int | None = None,
 ) -> Asked:
-    check_body(body, facts, "score")
     if facts.pair_template != OWN_PAIRS:
         for index, of_input in enumerate(texts.inputs):
             if len(of_input) == 1:
                 raise unsupported(texts.name_of(index), "this model scores pairs in its template, and no single text")
+    truncation = truncation_of(body.truncate, body.truncation_direction, limits)
+    check_cut(truncation, facts, "truncation_direction")
     request = LabelsRequest(
         inputs=texts.inputs,
         name_of=texts.name_of,
-        truncation=truncation_of(body.truncate, body.truncation_direction, limits),
+        truncation=truncation,
         lane=body.lane,
         dimensions=facts.num_labels,
     )

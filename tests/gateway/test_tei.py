@@ -16,9 +16,11 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Tokenizer, processors
 
-from common.errors import NonfiniteOutput, Overloaded
+from common.errors import InvalidRequest, NonfiniteOutput, Overloaded
 from common.protocol import ModelFacts
 from gateway.formats import probabilities_of
+from gateway.requests import Asked, Limits, read_request
+from gateway.routes import operations_by_path
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector, with_tokenizer
 from tests.gateway.wire import Answer, ask
 
@@ -402,6 +404,19 @@ async def test_texts_are_cut_only_where_a_client_says_so(rerank_server: Running)
     assert left == [1, 5, 2, *range(12, 24), 2]
 
 
+async def test_there_may_be_as_many_texts_as_inputs_where_documents_have_a_limit_of_their_own(
+    serve: Serve, reranker: ModelFacts
+) -> None:
+    running = await serve(served=reranker)
+    running.stub.logit_of = lambda ids: 0
+    most = (await ask(running.port, "GET", "/info")).json["max_client_batch_size"]
+    assert len(good(await post(running, "/rerank", {"query": "w1", "texts": ["w5"] * most}))) == most == 2048
+    more = await post(running, "/rerank", {"query": "w1", "texts": ["w5"] * (most + 1)})
+    assert bad(more) == ("too_many_inputs", "texts")
+    documents = await post(running, "/rerank", {"query": "w1", "documents": ["w5"] * 1001})
+    assert bad(documents) == ("too_many_inputs", "documents")
+
+
 async def test_rerank_is_told_apart_by_texts_and_documents(rerank_server: Running) -> None:
     good_documents = await post(rerank_server, "/rerank", {"query": "w1", "documents": ["w5"]})
     assert good(good_documents)["results"][0]["index"] == 0
@@ -482,6 +497,28 @@ async def test_a_template_holds_pairs_alone(
     assert good(pair) == [{"score": 0.5, "label": "LABEL_0"}]
     left = {"query": "w1", "texts": ["w2"], "truncate": True, "truncation_direction": "left"}
     assert bad(await post(running, "/rerank", left)) == ("unsupported_parameter", "truncation_direction")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/rerank", {"query": "w1", "texts": ["w2"]}), ("/predict", {"inputs": ["w1", "w2"]})],
+    ids=["rerank", "predict"],
+)
+def test_the_start_is_not_cut_off_in_a_template_and_that_is_said_before_anything_is_tokenized(
+    reranker: ModelFacts, path: str, fields: dict[str, object]
+) -> None:
+    facts = dataclasses.replace(reranker, pair_template="qwen3-reranker")
+
+    def read(**more: object) -> object:
+        return read_request(
+            json.dumps(fields | more).encode(), operations_by_path()[path], facts, Limits(20, auto_truncate=False)
+        )
+
+    with pytest.raises(InvalidRequest, match="cut at its end only") as refused:
+        read(truncate=True, truncation_direction="left")
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "truncation_direction")
+    assert isinstance(read(truncate=False, truncation_direction="left"), Asked)
+    assert isinstance(read(truncate=True, truncation_direction="right"), Asked)
 
 
 def test_a_softmax_is_within_float32_of_the_exact_one_and_never_complains() -> None:
@@ -704,6 +741,18 @@ async def test_what_is_wrong_within_an_object_is_named(
     sentences = {"source_sentence": "w1", "sentences": ["w2"]}
     answer = await post(server, "/similarity", {"inputs": sentences, "parameters": parameters})
     assert bad(answer) == (code, param)
+
+
+@pytest.mark.parametrize(
+    "inputs", ["", 5, ["w1", "w2", "w3"], [["w1"]] * 21], ids=["empty", "a number", "three texts", "too many"]
+)
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}], ids=["predict", "classify"])
+async def test_a_model_that_is_not_meant_is_told_before_what_is_wrong_with_texts(
+    serve: Serve, reranker: ModelFacts, inputs: object, parameters: dict[str, object]
+) -> None:
+    running = await serve(served=reranker, max_inputs=20)
+    answer = await post(running, "/predict", {"inputs": inputs, "model": "another"} | parameters)
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")
 
 
 SCORING_ERRORS = [
