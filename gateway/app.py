@@ -158,7 +158,7 @@ class Gateway:
         self._num_running = 0
         self._draining = False
         self._created_s = int(time.time())
-        self._document = openapi.document()
+        self._document = openapi.document(self._server_facts.version)
         self._limits = Limits(config.max_inputs, config.auto_truncate)
         questions: dict[str, Handler] = {
             "/health": self._health,

@@ -7,7 +7,6 @@ error may be is the same on every route (`common/errors.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -53,8 +52,8 @@ _QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
 )
 
 
-def document() -> bytes:
-    """The OpenAPI 3.1 document, as JSON."""
+def document(version: str) -> bytes:
+    """The OpenAPI 3.1 document of this version of the server, as JSON."""
     types = _types()
     # All at once: it takes milliseconds, and each gateway does it when it starts.
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
@@ -69,7 +68,7 @@ def document() -> bytes:
             "openapi": "3.1.0",
             "info": {
                 "title": "Hedgerow",
-                "version": version("hedgerow"),
+                "version": version,
                 "description": "Text embeddings and relevance scores. Clients of the dialects named here work by "
                 "their base URL alone.",
             },

@@ -214,6 +214,11 @@ class ServerFacts:
             "max_embed_all_tokens": None,
         }
 
+    @property
+    def version(self) -> str:
+        """This server's own; a copy that was never installed has none that it knows of."""
+        return str(self._versions["hedgerow"] or "unknown")
+
     def info(self, facts: ModelFacts | None) -> Info:
         """The model, what runs it, and the limits."""
         config, limits = self._config, self._limits
@@ -237,7 +242,7 @@ class ServerFacts:
             max_client_batch_size=config.max_inputs,
             auto_truncate=config.auto_truncate,
             tokenization_workers=config.tokenizer_threads,
-            version=str(self._versions["hedgerow"]),
+            version=self.version,
         )
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from common.metrics import Metrics
 from common.protocol import ModelFacts
+from gateway import openapi
 from gateway.client import Readiness
+from gateway.routes import operations
 from tests.gateway.conftest import DIMENSIONS, Running, Serve
 from tests.gateway.wire import ask, embed
 
@@ -109,6 +113,20 @@ async def test_metrics_are_the_prometheus_text(server: Running) -> None:
     answer = await ask(server.port, "GET", "/metrics")
     assert answer.status == 200
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def test_a_server_whose_package_is_not_installed_serves_all_the_same(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(operations, "version", not_installed)
+    running = await serve()
+    document = (await ask(running.port, "GET", "/openapi.json")).json
+    info = (await ask(running.port, "GET", "/info")).json
+    assert (document["info"]["version"], info["version"], info["versions"]["hedgerow"]) == ("unknown", "unknown", None)
+    assert json.loads(openapi.document("1.2.3"))["info"]["version"] == "1.2.3"
 
 
 async def test_head_is_answered_without_a_body(server: Running) -> None:
