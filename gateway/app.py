@@ -217,6 +217,10 @@ class Gateway:
         try:
             response = await self._answer(call, route)
         except ServiceError as error:
+            if isinstance(error, InternalError):
+                logger.error(  # noqa: TRY400  # of the cause alone, where there is one, is the traceback of use
+                    "request %s failed: %s", call.request_id, error, exc_info=error.__cause__
+                )
             response = self._refusal(call, error)
         except asyncio.CancelledError:
             # The connection is gone, and with it whoever would read an answer.

@@ -1,5 +1,5 @@
 """What other servers got wrong on these routes: short vectors that are no longer of unit length, a long text that
-stops everything beside it."""
+stops everything beside it; a failure that leaves no trace."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import base64
 import dataclasses
 import hashlib
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
+from common.errors import InternalError, Overloaded
 from common.models import find_model
 from common.protocol import ModelFacts
-from tests.gateway.conftest import DIMENSIONS, Running, Serve, vector
+from tests.gateway.conftest import DIMENSIONS, Running, Serve, vector, with_tokenizer
 from tests.gateway.wire import ask, embed
 
 W5_W6 = [1, 9, 10, 2]
@@ -32,6 +35,27 @@ async def test_fewer_dimensions_are_of_unit_length_in_both_formats(server: Runni
     np.testing.assert_allclose(row, whole[:dimensions] / np.linalg.norm(whole[:dimensions]), rtol=0, atol=1e-6)
     np.testing.assert_allclose(row, floats, rtol=0, atol=1e-7)
     assert np.linalg.norm(row) == pytest.approx(1, abs=1e-5)
+
+
+async def test_what_is_this_servers_fault_is_in_its_log_with_its_cause_under_the_requests_id(
+    serve: Serve, facts: ModelFacts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_unknown = Tokenizer(models.WordLevel({"w1": 0, "[CLS]": 1, "[SEP]": 2}, unk_token="[UNK]"))
+    running = await serve(served=with_tokenizer(facts, without_unknown, tmp_path))
+    failed = await embed(running.port, {"input": "sesame"}, {"X-Request-Id": "mine-7"})
+    running.stub.error = InternalError("A worker failed.")
+    told = await embed(running.port, {"input": "w1"}, {"X-Request-Id": "mine-8"})
+    running.stub.error = Overloaded("full")
+    refused = await embed(running.port, {"input": "w1"}, {"X-Request-Id": "mine-9"})
+
+    assert (failed.status, told.status, refused.status) == (500, 500, 429)
+    logged = [record for record in caplog.records if record.name == "gateway.app" and record.levelname == "ERROR"]
+    assert [record.getMessage() for record in logged] == [
+        "request mine-7 failed: The tokenizer failed on this input.",
+        "request mine-8 failed: A worker failed.",
+    ]
+    assert "WordLevel error" in str(logged[0].exc_info)
+    assert not logged[1].exc_info
 
 
 @pytest.fixture
