@@ -79,8 +79,8 @@ _JOIN_ON_LOOP = 4_194_304  # bytes of an answer; those of a larger one are put t
 _OCTETS = "application/octet-stream"
 _MODELS_PATH = "/v1/models"
 
-# Of one request whose other inputs are wanted nevertheless: each costs another run of these.
-_MAX_PARTIAL_FAILURES = 64
+# Of a partial request, each without one more of the inputs that the model fails on.
+_MAX_RERUNS = 64
 
 # How a failure names a sequence: its place among those that were submitted.
 _SEQUENCE = re.compile(r"input\[(\d+)\]")
@@ -335,6 +335,7 @@ class Gateway:
         if request.by_token:  # a row of each: no more of them than one message holds, or the answer has gigabytes
             max_tokens = min(max_tokens, max_rows(model.facts))
         encoded = await self._in_time(call, self._encoder.encode_inputs(model, request, max_tokens=max_tokens))
+        num_reruns = 0
         while True:
             try:
                 embedded, *more = [
@@ -347,10 +348,11 @@ class Gateway:
                 if sequence is None:
                     raise
                 error.param = request.inputs.name_of(encoded.places[sequence])
-                if not request.partial or len(encoded.failures) >= _MAX_PARTIAL_FAILURES:
+                if not request.partial or num_reruns >= _MAX_RERUNS:
                     raise
                 # The scheduler answers a request as a whole: the others run again, which is rare.
                 encoded.drop({sequence: error})
+                num_reruns += 1
         num_tokens = sum(map(len, encoded.sequences))
         self._count_inputs(len(encoded.sequences), num_tokens)
         return Outcome(

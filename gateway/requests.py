@@ -275,22 +275,24 @@ def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = F
     if isinstance(first, int | float):
         return Inputs([], [values], lambda _: name, range(1), list_name=name)
     check_list(values, name, wanted, max_inputs)
-    if type(first) is list:
+    # Of a partial request the first that is any of these tells what all of them are; the others are wrong.
+    places = (place for place, one in enumerate(values) if type(one) in (str, list))
+    sample = next(places, 0) if partial else 0
+    if type(values[sample]) is list:
+        sample_name = name_of(sample)
         if partial:
-            good_ids, places, failures = _good_ones(
-                values, name_of, lambda ids, name: _check_ids(ids, name, name_of(0))
+            good_ids, good_places, failures = _good_ones(
+                values, name_of, lambda ids, name: _check_ids(ids, name, sample_name)
             )
-            return Inputs([], good_ids, name_of, places, failures, name)
+            return Inputs([], good_ids, name_of, good_places, failures, name)
         for index, ids in enumerate(values):
-            _check_ids(ids, name_of(index), name_of(0))
+            _check_ids(ids, name_of(index), sample_name)
         return Inputs([], values, name_of, range(len(values)), list_name=name)
     if partial:
-        good_texts, places, failures = _good_ones(values, name_of, check_text)
-        return Inputs(good_texts, [], name_of, places, failures, name)
+        good_texts, good_places, failures = _good_ones(values, name_of, check_text)
+        return Inputs(good_texts, [], name_of, good_places, failures, name)
     if type(first) is not str:
-        raise InvalidRequest(
-            f"{name}[0] must be a string, a token id or a list of token ids.", param=f"{name}[0]", code="invalid_type"
-        )
+        raise wrong_type(f"{name}[0]", "a string, a token id or a list of token ids")
     return Inputs(check_texts(values, name), [], name_of, range(len(values)), list_name=name)
 
 
@@ -339,9 +341,9 @@ def check_cut(truncation: TruncationRule, facts: ModelFacts, name: str) -> None:
         raise unsupported(name, "in this model's template a document is cut at its end only")
 
 
-def _check_ids(value: object, name: str, first_name: str) -> list[object]:
+def _check_ids(value: object, name: str, sample_name: str) -> list[object]:
     if type(value) is not list:
-        raise wrong_type(name, f"a list of token ids, as {first_name} is")
+        raise wrong_type(name, f"a list of token ids, as {sample_name} is")
     return value
 
 

@@ -1,5 +1,5 @@
 """What other servers got wrong on these routes: short vectors that are no longer of unit length, a long text that
-stops everything beside it; a failure that leaves no trace."""
+stops everything beside it; a failure that leaves no trace, one input that takes others along."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tokenizers import Tokenizer, models
 
-from common.errors import InternalError, Overloaded
+from common.errors import InternalError, NonfiniteOutput, Overloaded
 from common.models import find_model
 from common.protocol import ModelFacts
-from tests.gateway.conftest import DIMENSIONS, Running, Serve, vector, with_tokenizer
+from gateway.client import Embedded, Options
+from tests.gateway.conftest import DIMENSIONS, Running, Serve, Stub, vector, with_tokenizer
 from tests.gateway.wire import ask, embed
 
 W5_W6 = [1, 9, 10, 2]
@@ -56,6 +58,42 @@ async def test_what_is_this_servers_fault_is_in_its_log_with_its_cause_under_the
     ]
     assert "WordLevel error" in str(logged[0].exc_info)
     assert not logged[1].exc_info
+
+
+async def test_a_partial_request_is_bounded_by_what_runs_again_and_not_by_what_is_wrong(server: Running) -> None:
+    class Failing(Stub):
+        async def submit(self, sequences: list[npt.NDArray[np.int32]], options: Options, **rest: object) -> Embedded:
+            embedded = await super().submit(sequences, options, **rest)
+            for index, sequence in enumerate(sequences):
+                if 13 in sequence.tolist():  # w9
+                    raise NonfiniteOutput("It failed.", param=f"input[{index}]")
+            return embedded
+
+    server.stub.__class__ = Failing
+    answer = await embed(server.port, {"input": ["w1", "w9", *[""] * 200], "partial": True})
+    assert (answer.status, len(answer.json["data"]), len(answer.json["errors"])) == (200, 1, 201)
+    assert len(server.stub.submitted) == 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "good", "message"),
+    [
+        ([[1, 4, 2], "w1"], 0, "input[1] must be a list of token ids, as input[0] is."),
+        ([None, [4]], 1, "input[0] must be a list of token ids, as input[1] is."),
+        ([[4], 5], 0, "input[1] must be a list of token ids, as input[0] is."),
+        ([None, "w1"], 1, "input[0] must be a string."),
+        (["w1", [4]], 0, "input[1] must be a string."),
+    ],
+    ids=repr,
+)
+async def test_an_input_of_another_kind_fails_alone_in_a_partial_request(
+    server: Running, inputs: list[object], good: int, message: str
+) -> None:
+    answer = await embed(server.port, {"input": inputs, "partial": True})
+    assert answer.status == 200, answer.body
+    [row], [failed] = answer.json["data"], answer.json["errors"]
+    assert (row["index"], failed["index"]) == (good, 1 - good)
+    assert (failed["error"]["code"], failed["error"]["message"]) == ("invalid_type", message)
 
 
 @pytest.fixture
