@@ -88,6 +88,21 @@ _SEQUENCE = re.compile(r"input\[(\d+)\]")
 T = TypeVar("T")
 
 
+class Stage:
+    """How long a part of a request takes: as a context, what runs within it, also where that fails."""
+
+    __slots__ = ("_begin_ns", "us")
+
+    def __init__(self) -> None:
+        self.us = 0
+
+    def __enter__(self) -> None:
+        self._begin_ns = now_ns()
+
+    def __exit__(self, *raised: object) -> None:
+        self.us += (now_ns() - self._begin_ns) // 1000
+
+
 class Call:
     """One HTTP request on its way through: its name, its clock, and what its answer's headers say."""
 
@@ -96,15 +111,15 @@ class Call:
         "deadline_ns",
         "fingerprint",
         "key",
-        "parse_us",
+        "parse",
         "path",
         "queue_us",
-        "render_us",
+        "render",
         "request",
         "request_id",
         "start_ns",
         "step_us",
-        "tokenize_us",
+        "tokenize",
     )
 
     def __init__(self, request: web.BaseRequest) -> None:
@@ -119,7 +134,8 @@ class Call:
         self.fingerprint: str | None = None
         self.key: Key | None = None
         self.closes = False
-        self.parse_us = self.tokenize_us = self.queue_us = self.step_us = self.render_us = 0
+        self.parse, self.tokenize, self.render = Stage(), Stage(), Stage()
+        self.queue_us = self.step_us = 0
 
 
 Handler = Callable[[Call], Awaitable[web.Response]]
@@ -238,7 +254,7 @@ class Gateway:
         headers["X-Request-Id"] = call.request_id
         headers["Server"] = "hedgerow"
         headers["Server-Timing"] = server_timing(
-            call.parse_us, call.tokenize_us, call.queue_us, call.step_us, call.render_us, total_us
+            call.parse.us, call.tokenize.us, call.queue_us, call.step_us, call.render.us, total_us
         )
         headers.update(cors.answer_headers(self._origins, request.headers.get("Origin")))
         if call.fingerprint is not None:
@@ -311,24 +327,13 @@ class Gateway:
             outcome = await self._embed_in_context(call, model, request)
         if raw_format is not None:
             return _matrix(outcome.rows, raw_format)
-        begin = now_ns()
-        if outcome.rows.size + asked.num_chars <= _RENDER_ON_LOOP:
-            body = asked.render(outcome)
-        else:
-            body = await self._threads.run(partial(asked.render, outcome))
-        _lap(call, "render_us", begin)
-        return _json(body)
+        size = outcome.rows.size + asked.num_chars
+        return _json(await self._rendered(call, partial(asked.render, outcome), size, _RENDER_ON_LOOP))
 
     async def _answer_locally(self, call: Call, model: Model, request: LocalRequest) -> web.Response:
         max_size = self._config.max_request_tokens
         answers = await self._in_time(call, self._encoder.answer_locally(model, request, max_size=max_size))
-        begin = now_ns()
-        if sum(map(len, answers)) <= _JOIN_ON_LOOP:
-            body = json_list(answers)
-        else:
-            body = await self._threads.run(partial(json_list, answers))
-        _lap(call, "render_us", begin)
-        return _json(body)
+        return _json(await self._rendered(call, partial(json_list, answers), sum(map(len, answers)), _JOIN_ON_LOOP))
 
     async def _embed(self, call: Call, model: Model, request: EmbeddingRequest) -> Outcome:
         max_tokens = self._config.max_request_tokens
@@ -411,24 +416,26 @@ class Gateway:
                 call.closes = True  # rather than read what there is no room for, to find the next request behind it
                 raise
             model = await self._encoder.wait_for_model(call.deadline_ns)
-            begin = now_ns()
             read = partial(read_request, body, operations, model.facts, self._limits)
-            asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
-            _lap(call, "parse_us", begin)
+            with call.parse:
+                asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
             return model, asked
 
     async def _in_time(self, call: Call, tokenization: Awaitable[T]) -> T:
         """What it comes to before the deadline. Raises DeadlineExceeded."""
-        begin = now_ns()
         try:
-            async with asyncio.timeout((call.deadline_ns - begin) / 1e9):
-                result = await tokenization
+            with call.tokenize:
+                async with asyncio.timeout((call.deadline_ns - now_ns()) / 1e9):
+                    return await tokenization
         except TimeoutError:
             raise DeadlineExceeded(
                 "The deadline passed while the input was tokenized. Allow more time, or send less."
             ) from None
-        _lap(call, "tokenize_us", begin)
-        return result
+
+    async def _rendered(self, call: Call, render: Callable[[], T], size: int, size_on_loop: int) -> T:
+        """What `render` makes, on a thread where that is larger than what the loop may stop for."""
+        with call.render:
+            return render() if size <= size_on_loop else await self._threads.run(render)
 
     async def _submit(
         self,
@@ -561,10 +568,3 @@ def _json(body: bytes) -> web.Response:
 
 def _typed(answer: msgspec.Struct) -> web.Response:
     return _json(msgspec.json.encode(answer))
-
-
-def _lap(call: Call, stage: str, begin: int) -> int:
-    """Note how long a stage took; when the next one begins."""
-    end = now_ns()
-    setattr(call, stage, (end - begin) // 1000)
-    return end

@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from common.protocol import ModelFacts
 from common.transport import now_ns
 from gateway.schema import is_served
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector
-from tests.gateway.wire import Wire, ask, embed, request_bytes
+from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
 
 # The ids of "w5 w6" in the tiny tokenizer.
 W5_W6 = [1, 9, 10, 2]
@@ -265,6 +266,35 @@ async def test_the_answer_says_where_its_time_went(server: Running) -> None:
     assert float(timing["total"]) > float(timing["tokenize"]) > 0
     assert answer.headers["x-request-id"] == "mine-1"
     assert answer.headers["x-model-fingerprint"] == "0123456789abcdef"
+
+
+def milliseconds(answer: Answer) -> dict[str, float]:
+    """What `Server-Timing` says of each stage."""
+    parts = (part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    return {stage: float(duration) for stage, duration in parts}
+
+
+async def test_a_stage_that_fails_shows_its_time_too(server: Running) -> None:
+    parsed = milliseconds(await embed(server.port, {"input": ["w1"] * 2000 + [""]}))
+    tokenized = milliseconds(await embed(server.port, {"input": ["w1", "w1 " * 60]}))
+    server.stub.poison = float("nan")
+    rendered = milliseconds(await embed(server.port, {"input": ["w1", "w2"]}))
+
+    assert parsed["parse"] > 0 == parsed["tokenize"]
+    assert tokenized["tokenize"] > 0 == tokenized["render"]
+    assert rendered["render"] > 0
+
+
+async def test_a_deadline_that_passes_while_the_input_is_tokenized_shows_there(serve: Serve) -> None:
+    running = await serve(tokenizer_threads=1)
+    release = threading.Event()
+    blocking = running.gateway._threads.run(lambda: release.wait(10))
+    answer = await embed(running.port, {"input": "w1"}, {"X-Request-Timeout-Ms": "100"})
+    release.set()
+    await blocking
+    timing = milliseconds(answer)
+    assert answer.status == 504
+    assert 50 < timing["tokenize"] <= timing["total"]
 
 
 @pytest.mark.parametrize(
