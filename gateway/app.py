@@ -51,7 +51,7 @@ from gateway.body import BodyLimits, HeldBodies, read_body
 from gateway.budgets import Budgets
 from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
-from gateway.formats import RowFormat, as_written, check_finite, json_list
+from gateway.formats import OCTETS, as_written, check_finite, json_list, prefers_octets
 from gateway.http import HttpLimits, Server
 from gateway.requests import (
     Asked,
@@ -60,6 +60,7 @@ from gateway.requests import (
     LabelsRequest,
     Limits,
     LocalRequest,
+    Matrix,
     Operation,
     Outcome,
     PairsRequest,
@@ -76,7 +77,6 @@ _PARSE_ON_LOOP = 262_144  # bytes of a body; larger ones are parsed on a thread
 _RENDER_ON_LOOP = 65_536  # values, or characters of documents, of an answer; more are rendered on a thread
 _JOIN_ON_LOOP = 4_194_304  # bytes of an answer; those of a larger one are put together on a thread
 
-_OCTETS = "application/octet-stream"
 _MODELS_PATH = "/v1/models"
 
 # Of a partial request, each without one more of the inputs that the model fails on.
@@ -316,18 +316,18 @@ class Gateway:
         if isinstance(asked, LocalRequest):
             return await self._answer_locally(call, model, asked)
         request = asked.request
-        raw_format = asked.raw_format if _OCTETS in call.request.headers.get("Accept", "") else None
+        matrix = asked.matrix if prefers_octets(call.request.headers.getall("Accept", ())) else None
         if isinstance(request, EmbeddingRequest):
-            if raw_format is not None and request.partial:
+            if matrix is not None and request.partial:
                 raise unsupported("partial", "a bare matrix cannot tell whose rows are missing")
             outcome = await self._embed(call, model, request)
         elif isinstance(request, PairsRequest | LabelsRequest):
             outcome = await self._score(call, model, request)
         else:
             outcome = await self._embed_in_context(call, model, request)
-        if raw_format is not None:
-            return _matrix(outcome.rows, raw_format)
         size = outcome.rows.size + asked.num_chars
+        if matrix is not None:
+            return await self._rendered(call, partial(_octets, outcome.rows, matrix), size, _RENDER_ON_LOOP)
         return _json(await self._rendered(call, partial(asked.render, outcome), size, _RENDER_ON_LOOP))
 
     async def _answer_locally(self, call: Call, model: Model, request: LocalRequest) -> web.Response:
@@ -550,12 +550,12 @@ def _by_encoding(request: EmbeddingRequest) -> list[EmbeddingRequest]:
     return [request, *(replace(request, encoding=other, normalize=False) for other in request.more_encodings)]
 
 
-def _matrix(rows: Rows, row_format: RowFormat) -> web.Response:
-    """Rows as they are, little-endian, one after the other."""
-    check_finite(rows, lambda row: f"row {row}")
-    rows = as_written(rows, row_format)
+def _octets(rows: Rows, matrix: Matrix) -> web.Response:
+    """Rows as they are, little-endian, one after the other. Raises NonfiniteOutput."""
+    check_finite(rows, matrix.name_of)
+    rows = as_written(rows, matrix.row_format)
     headers = {
-        "Content-Type": _OCTETS,
+        "Content-Type": OCTETS,
         "X-Embedding-Shape": f"{rows.shape[0]},{rows.shape[1]}",
         "X-Embedding-Dtype": rows.dtype.name,
     }

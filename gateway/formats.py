@@ -7,6 +7,7 @@ quantiser, from the vector as it pools it, so they are the same whatever the che
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
@@ -69,12 +70,28 @@ IN_BASE64: dict[Dtype, RowFormat] = {
     "ubinary": "base64_ubinary",
 }
 
+OCTETS = "application/octet-stream"
+
+_WEIGHT = re.compile(r"0(\.\d*)?|1(\.0*)?")  # of a media range: its `q`
+
 _NUMBERS: tuple[Dtype, ...] = get_args(Dtype)
 
 # From the first dimension in a byte's lowest bit, as rows come, to the first in its highest.
 _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 _HIGHEST_BIT = np.uint8(0x80)  # where it changes sides, 128 is added or taken away
+
+
+def prefers_octets(accept: Sequence[str]) -> bool:
+    """Whether these `Accept` headers rank application/octet-stream above JSON, which is what is sent otherwise."""
+    weights = dict(_media_range(text) for header in accept for text in header.split(","))
+
+    def weight_of(media_type: str) -> float:
+        # The most specific of the ranges that it is in counts.
+        ranges = (media_type, "application/*", "*/*")
+        return next((weights[one] for one in ranges if one in weights), 0.0)
+
+    return weight_of(OCTETS) > weight_of("application/json")
 
 
 def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> EncodingFormat:
@@ -197,6 +214,13 @@ def as_written(rows: Rows, row_format: RowFormat) -> Rows:
     if row_format in ("binary", "base64_signed_binary"):
         return (_highest_bit_first(rows) ^ _HIGHEST_BIT).view(np.int8)
     return rows
+
+
+def _media_range(text: str) -> tuple[str, float]:
+    """A media range of `Accept`, and its weight: 0 where that is no weight."""
+    media_range, *parameters = (part.strip().lower() for part in text.split(";"))
+    weight = next((value.removeprefix("q=") for value in parameters if value.startswith("q=")), "1")
+    return media_range, float(weight) if _WEIGHT.fullmatch(weight) else 0.0
 
 
 def _highest_bit_first(rows: Rows) -> npt.NDArray[np.uint8]:

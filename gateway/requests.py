@@ -208,13 +208,21 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Matrix:
+    """How rows are written as they are."""
+
+    row_format: RowFormat
+    name_of: NameOf  # how errors call the input of a row
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A body, read: what is to be run, and how its answer is written."""
 
     request: Request
     render: Callable[[Outcome], bytes]
     num_chars: int = 0  # of the client's own text in the answer: a long one is rendered on a thread
-    raw_format: RowFormat | None = None  # of rows that may be asked for as they are, without JSON
+    matrix: Matrix | None = None  # of rows that may be asked for as they are, without JSON
 
 
 @dataclass(frozen=True, slots=True)

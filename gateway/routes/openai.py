@@ -40,6 +40,7 @@ from gateway.requests import (
     EmbeddingRequest,
     InputType,
     Limits,
+    Matrix,
     Operation,
     Outcome,
     parse_inputs,
@@ -144,7 +145,7 @@ def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> Asked:
     return Asked(
         request,
         partial(render, name_of=inputs.name_of, row_format=row_format),
-        raw_format=row_format,
+        matrix=Matrix(row_format, inputs.name_of),
     )
 
 
@@ -195,8 +196,8 @@ EMBEDDINGS = Operation(
     paths=(PATH,),
     dialect="OpenAI, Perplexity, Voyage",
     summary="Embed texts",
-    description="A vector of each input. With `Accept: application/octet-stream` the answer is the bare little-endian "
-    "matrix, its shape in `X-Embedding-Shape` and its type in `X-Embedding-Dtype`.",
+    description="A vector of each input. Where `Accept` ranks `application/octet-stream` above JSON the answer is the "
+    "bare little-endian matrix, its shape in `X-Embedding-Shape` and its type in `X-Embedding-Dtype`.",
     body=EmbeddingsBody,
     answer=Embeddings,
     parse=parse,

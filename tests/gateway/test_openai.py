@@ -9,7 +9,9 @@ import hashlib
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -20,9 +22,12 @@ from common.errors import DeadlineExceeded, NonfiniteOutput, Overloaded, Unavail
 from common.metrics import Metrics
 from common.protocol import ModelFacts
 from common.transport import now_ns
+from gateway.encoding import Threads
 from gateway.schema import is_served
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
+
+T = TypeVar("T")
 
 # The ids of "w5 w6" in the tiny tokenizer.
 W5_W6 = [1, 9, 10, 2]
@@ -79,6 +84,66 @@ async def test_the_raw_matrix_is_served_to_whom_it_is_acceptable(server: Running
     assert answer.headers["x-embedding-dtype"] == "float32"
     rows = np.frombuffer(answer.body, dtype="<f4").reshape(2, DIMENSIONS)
     np.testing.assert_array_equal(rows, [vector(W5_W6), vector([1, 11, 2])])
+
+
+OCTETS = "application/octet-stream"
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("Application/Octet-Stream", OCTETS),
+        (f"application/json;q=0.5, {OCTETS}", OCTETS),
+        (f"application/json; charset=utf-8; q=0.1,{OCTETS} ; q=0.2", OCTETS),
+        (f"*/*;q=0.1, {OCTETS};q=0.9", OCTETS),
+        (f"application/*;q=0, {OCTETS};q=0.001", OCTETS),
+        ("*/*", "application/json"),
+        ("application/*", "application/json"),
+        ("text/html, */*;q=0.8", "application/json"),
+        (f"{OCTETS};q=0", "application/json"),
+        (f"{OCTETS};q=0.5, application/json", "application/json"),
+        (f"application/json, {OCTETS};Q=0.1", "application/json"),
+        (f"{OCTETS}, application/json", "application/json"),
+        (f"{OCTETS};q=high", "application/json"),
+        (f"{OCTETS}+zip", "application/json"),
+        ("", "application/json"),
+    ],
+)
+async def test_the_raw_matrix_is_for_whom_ranks_it_above_json(server: Running, accept: str, content_type: str) -> None:
+    answer = await embed(server.port, {"input": "w5"}, {"Accept": accept})
+    assert (answer.status, answer.headers["content-type"]) == (200, content_type)
+
+
+@pytest.mark.parametrize("accept", [OCTETS, "application/json"])
+async def test_what_is_not_finite_is_named_alike_in_every_form(server: Running, accept: str) -> None:
+    server.stub.poison = float("nan")
+    several = await embed(server.port, {"input": ["w1", "w2"]}, {"Accept": accept})
+    lone = await embed(server.port, {"input": "w1"}, {"Accept": accept})
+    assert (several.status, several.error["code"], several.error["param"]) == (500, "nonfinite_output", "input[1]")
+    assert (lone.status, lone.error["param"]) == (500, "input")
+
+
+class CountingThreads(Threads):
+    num_runs = 0
+
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        self.num_runs += 1
+        return super().run(function)
+
+
+@pytest.mark.parametrize(("num_inputs", "num_renderings"), [(10, 0), pytest.param(5462, 1, marks=pytest.mark.slow)])
+async def test_a_large_matrix_is_written_on_a_thread_as_large_json_is(
+    serve: Serve, num_inputs: int, num_renderings: int
+) -> None:
+    running = await serve(max_inputs=6000)  # of 12 values each
+    threads = running.gateway._threads
+    threads.__class__ = CountingThreads
+    body = {"input": [[5]] * num_inputs, "encoding_format": "base64"}
+    json_answer = await embed(running.port, body, {"Accept": "application/json"})
+    num_json_runs, threads.num_runs = threads.num_runs, 0
+    matrix = await embed(running.port, body, {"Accept": OCTETS})
+    assert (json_answer.status, matrix.status, len(matrix.body)) == (200, 200, num_inputs * DIMENSIONS * 4)
+    assert threads.num_runs == num_json_runs == -(-num_inputs // 64) + num_renderings
 
 
 async def test_a_large_answer_is_the_same_as_its_parts(serve: Serve, facts: ModelFacts) -> None:
