@@ -29,12 +29,15 @@ _FAILURES = {
     405: "Another method is needed.",
     408: "The body did not arrive in time.",
     413: "The body is too large, or comes in too many chunks.",
+    414: "The target is too long.",
     415: "Only plain JSON in UTF-8 is read.",
     417: "Only `100-continue` is understood.",
     429: "There is more work than the server takes on; `Retry-After` says when to try again.",
+    431: "The header is too large.",
     500: "The server failed.",
     503: "No worker is ready; `Retry-After` says when to try again.",
     504: "The request's own deadline passed.",
+    505: "Neither HTTP/1.1 nor HTTP/1.0.",
 }
 
 # What a GET is answered with: the path, its summary, the type of its answer, or the name of a kind of text, and its

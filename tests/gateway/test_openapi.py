@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ BEARER = {"Authorization": "Bearer sesame"}
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return json.loads(openapi.document())
+    return json.loads(openapi.document(version("hedgerow")))
 
 
 @pytest.fixture
