@@ -111,6 +111,7 @@ class Call:
         "deadline_ns",
         "fingerprint",
         "key",
+        "lane",
         "parse",
         "path",
         "queue_us",
@@ -134,6 +135,7 @@ class Call:
         self.fingerprint: str | None = None
         self.key: Key | None = None
         self.closes = False
+        self.lane = ""
         self.parse, self.tokenize, self.render = Stage(), Stage(), Stage()
         self.queue_us = self.step_us = 0
 
@@ -313,22 +315,31 @@ class Gateway:
 
     async def _run(self, operations: Sequence[Operation[Any]], call: Call) -> web.Response:
         model, asked = await self._read(call, operations)
+        request = asked if isinstance(asked, LocalRequest) else asked.request
+        call.lane = settle_lane(call.key, request.lane, request.usual_lane)
         if isinstance(asked, LocalRequest):
             return await self._answer_locally(call, model, asked)
-        request = asked.request
         matrix = asked.matrix if prefers_octets(call.request.headers.getall("Accept", ())) else None
-        if isinstance(request, EmbeddingRequest):
-            if matrix is not None and request.partial:
-                raise unsupported("partial", "a bare matrix cannot tell whose rows are missing")
-            outcome = await self._embed(call, model, request)
-        elif isinstance(request, PairsRequest | LabelsRequest):
-            outcome = await self._score(call, model, request)
-        else:
-            outcome = await self._embed_in_context(call, model, request)
+        if matrix is not None and isinstance(asked.request, EmbeddingRequest) and asked.request.partial:
+            raise unsupported("partial", "a bare matrix cannot tell whose rows are missing")
+        if call.key is not None:
+            self._budgets.check(call.key, now_ns())
+        outcome = await self._ask_model(call, model, asked.request)
         size = outcome.rows.size + asked.num_chars
         if matrix is not None:
-            return await self._rendered(call, partial(_octets, outcome.rows, matrix), size, _RENDER_ON_LOOP)
-        return _json(await self._rendered(call, partial(asked.render, outcome), size, _RENDER_ON_LOOP))
+            response = await self._rendered(call, partial(_octets, outcome.rows, matrix), size, _RENDER_ON_LOOP)
+        else:
+            response = _json(await self._rendered(call, partial(asked.render, outcome), size, _RENDER_ON_LOOP))
+        if call.key is not None and call.key.name is not None:
+            self._metrics.key_tokens.labels(call.key.name).inc(outcome.num_tokens)
+        return response
+
+    async def _ask_model(self, call: Call, model: Model, request: Request) -> Outcome:
+        if isinstance(request, EmbeddingRequest):
+            return await self._embed(call, model, request)
+        if isinstance(request, PairsRequest | LabelsRequest):
+            return await self._score(call, model, request)
+        return await self._embed_in_context(call, model, request)
 
     async def _answer_locally(self, call: Call, model: Model, request: LocalRequest) -> web.Response:
         max_size = self._config.max_request_tokens
@@ -340,12 +351,13 @@ class Gateway:
         if request.by_token:  # a row of each: no more of them than one message holds, or the answer has gigabytes
             max_tokens = min(max_tokens, max_rows(model.facts))
         encoded = await self._in_time(call, self._encoder.encode_inputs(model, request, max_tokens=max_tokens))
+        runs = _by_encoding(request)
+        self._charge(call, encoded.sequences, num_runs=len(runs))
         num_reruns = 0
         while True:
             try:
                 embedded, *more = [
-                    await self._submit(call, model, one, encoded.sequences, spans=encoded.spans)
-                    for one in _by_encoding(request)
+                    await self._submit(call, model, one, encoded.sequences, spans=encoded.spans) for one in runs
                 ]
                 break
             except ServiceError as error:
@@ -355,7 +367,8 @@ class Gateway:
                 error.param = request.inputs.name_of(encoded.places[sequence])
                 if not request.partial or num_reruns >= _MAX_RERUNS:
                     raise
-                # The scheduler answers a request as a whole: the others run again, which is rare.
+                # The scheduler answers a request as a whole: the others run again, which is rare and costs their key
+                # nothing more.
                 encoded.drop({sequence: error})
                 num_reruns += 1
         num_tokens = sum(map(len, encoded.sequences))
@@ -378,7 +391,7 @@ class Gateway:
             call, self._encoder.encode_documents(model.chunks, request.documents, max_tokens=max_tokens)
         )
         sequences = [document.ids for document in documents]
-        num_tokens = sum(map(len, sequences))
+        num_tokens = self._charge(call, sequences)
         embedded = await self._submit(call, model, request, sequences, spans=[document.spans for document in documents])
         self._count_inputs(len(embedded.rows), num_tokens)
         return Outcome(embedded.rows, model.facts, num_tokens, call.request_id)
@@ -392,6 +405,7 @@ class Gateway:
             encoding = self._encoder.encode_pairs(model.pairs, request, max_tokens=max_tokens)
         pairs = await self._in_time(call, encoding)
         type_starts = pairs.type_starts if model.facts.has_token_types else None
+        num_tokens = self._charge(call, pairs.sequences)
         try:
             embedded = await self._submit(call, model, request, pairs.sequences, type_starts=type_starts)
         except ServiceError as error:
@@ -399,7 +413,6 @@ class Gateway:
             if sequence is not None:
                 error.param = request.name_of(pairs.first_pairs[sequence])
             raise
-        num_tokens = sum(map(len, pairs.sequences))
         self._count_inputs(len(pairs.places), num_tokens)
         return Outcome(embedded.rows[pairs.places], model.facts, num_tokens, call.request_id)
 
@@ -437,6 +450,17 @@ class Gateway:
         with call.render:
             return render() if size <= size_on_loop else await self._threads.run(render)
 
+    def _charge(self, call: Call, sequences: list[TokenIds], *, num_runs: int = 1) -> int:
+        """Take what a request will have run from its key's budget: once, before any of it runs. Its tokens in one run.
+
+        Raises:
+            RateLimited: there is less left.
+        """
+        num_tokens = sum(map(len, sequences))
+        if call.key is not None:
+            self._budgets.charge(call.key, num_tokens * num_runs, now_ns())
+        return num_tokens
+
     async def _submit(
         self,
         call: Call,
@@ -447,10 +471,6 @@ class Gateway:
         type_starts: list[int] | None = None,
         spans: list[Spans] | None = None,
     ) -> Embedded:
-        lane = settle_lane(call.key, request.lane, request.usual_lane)
-        num_tokens = 0 if call.key is None else sum(map(len, sequences))
-        if call.key is not None:
-            self._budgets.charge(call.key, num_tokens, now_ns())
         call.fingerprint = model.facts.fingerprint
         embedded = await self._client.submit(
             sequences,
@@ -459,7 +479,7 @@ class Gateway:
                 dimensions=request.dimensions,
                 normalize=request.normalize,
                 encoding=request.encoding,
-                lane=lane,
+                lane=call.lane,
                 deadline_ns=call.deadline_ns,
             ),
             type_starts=type_starts,
@@ -467,8 +487,6 @@ class Gateway:
         )
         call.queue_us += embedded.queue_us
         call.step_us += embedded.step_us
-        if call.key is not None and call.key.name is not None:
-            self._metrics.key_tokens.labels(call.key.name).inc(num_tokens)
         return embedded
 
     def _count_inputs(self, num_inputs: int, num_tokens: int) -> None:

@@ -185,6 +185,9 @@ class LocalRequest:
     sizes: list[int]  # of each input, in `unit`
     unit: str  # for people
     name: str  # how errors call all of them
+    lane: str | None  # runs in none, and yet its key may not name every one
+
+    usual_lane: ClassVar[str] = "online"
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ def parse_tokenize(body: TokenizeBody, facts: ModelFacts, limits: Limits) -> Loc
         return _json_tokens(tokenizer.reader.tokens(inputs.texts[index], prompt=prompt, special_tokens=special_tokens))
 
     sizes = [len(prompt) + len(text) for text in inputs.texts]
-    return LocalRequest(answer, sizes, "characters", "inputs")
+    return LocalRequest(answer, sizes, "characters", "inputs", body.lane)
 
 
 def parse_decode(body: DecodeBody, facts: ModelFacts, limits: Limits) -> LocalRequest:
@@ -211,7 +211,7 @@ def parse_decode(body: DecodeBody, facts: ModelFacts, limits: Limits) -> LocalRe
         ids = tokenizer.check_tokens(inputs.token_ids[index], inputs.name(index))
         return orjson.dumps(tokenizer.reader.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    return LocalRequest(answer, list(map(len, inputs.token_ids)), "token ids", "ids")
+    return LocalRequest(answer, list(map(len, inputs.token_ids)), "token ids", "ids", body.lane)
 
 
 def render_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from common.errors import NonfiniteOutput
 from common.metrics import Metrics
+from common.protocol import ModelFacts
 from gateway import auth
 from gateway.auth import Key, KeyCheck, KeysRefused, known_keys
-from tests.gateway.conftest import Serve
+from gateway.client import Embedded, Options
+from tests.gateway.conftest import Running, Serve, Stub
 from tests.gateway.wire import Wire, ask, embed
 
 BEARER = {"Authorization": "Bearer sesame"}
@@ -209,6 +216,8 @@ async def test_row_52_a_key_for_backfill_may_not_run_online(serve: Serve) -> Non
     assert answer.error["param"] == "lane"
     assert answer.headers["x-should-retry"] == "false"
     assert running.stub.submitted == []
+    too_long = await embed(running.port, {"input": "w1 " * 60, "lane": "online"}, BEARER)
+    assert too_long.status == 403  # and is not tokenized
 
 
 # --- budgets ---
@@ -239,6 +248,88 @@ async def test_what_is_refused_before_it_runs_costs_no_tokens(serve: Serve) -> N
     assert (await embed(running.port, {"input": "w1", "lane": "online"}, BEARER)).status == 403
     assert (await embed(running.port, {"input": "w1", "dimension": 3}, BEARER)).status == 400
     assert (await embed(running.port, {"input": "w1"}, BEARER)).status == 200
+
+
+async def test_a_key_without_a_token_left_is_told_so_before_anything_is_tokenized(serve: Serve) -> None:
+    running = await serve(keys=KeyCheck([Key.of("sesame", tokens_per_minute=3)]))
+    assert (await embed(running.port, {"input": "w1"}, BEARER)).status == 200
+    too_long = await embed(running.port, {"input": ["w1 " * 60] * 100}, BEARER)
+    assert (too_long.status, too_long.error["code"]) == (429, "rate_limit_exceeded")
+    assert too_long.headers["retry-after"] == "20"
+    assert "tokenize;dur=0.000" in too_long.headers["server-timing"]
+    assert (await embed(running.port, {"input": ""}, BEARER)).status == 400
+
+
+class Quantising(Stub):
+    """Makes rows of every encoding, each of ones; fails on a sequence with the id 13, which is w9."""
+
+    async def submit(self, sequences: list[npt.NDArray[np.int32]], options: Options, **rest: object) -> Embedded:
+        self.submitted.append({"encoding": options.encoding, "number": len(sequences)})
+        for index, sequence in enumerate(sequences):
+            if 13 in sequence.tolist():
+                raise NonfiniteOutput("The model made a NaN of this input.", param=f"input[{index}]")
+        dtypes = {"float32": np.float32, "int8": np.int8, "binary": np.uint8}
+        return Embedded(np.ones((len(sequences), 2), dtypes[options.encoding]), queue_us=1, step_us=1)
+
+
+async def serve_quantising(serve: Serve, facts: ModelFacts, tokens_per_minute: int) -> Running:
+    served = dataclasses.replace(facts, dimensions=16, normalize=False, encodings=["float32", "int8", "binary"])
+    key = Key.of("sesame", name="quantising", tokens_per_minute=tokens_per_minute)
+    running = await serve(served=served, keys=KeyCheck([key]))
+    running.stub.__class__ = Quantising
+    return running
+
+
+async def test_a_request_of_several_encodings_is_charged_for_each_and_as_a_whole(
+    serve: Serve, facts: ModelFacts, metrics: Metrics
+) -> None:
+    running = await serve_quantising(serve, facts, tokens_per_minute=10)
+    body = json.dumps({"texts": ["w1 w2"], "embedding_types": ["float", "int8", "ubinary", "base64"]}).encode()
+    before = _counted(metrics).get("quantising", 0)
+
+    first = await ask(running.port, "POST", "/v2/embed", body, BEARER)
+    second = await ask(running.port, "POST", "/v2/embed", body, BEARER)
+
+    # 4 tokens in three encodings are more than a minute's worth, for which a full bucket is room enough.
+    assert first.status == 200
+    assert first.json["meta"]["billed_units"] == {"input_tokens": 4}
+    assert [sent["encoding"] for sent in running.stub.submitted] == ["float32", "int8", "binary"]
+    assert (second.status, second.headers["retry-after"]) == (429, "18")  # of 2 tokens that are owed, and of one more
+    assert _counted(metrics)["quantising"] - before == 4
+
+
+async def test_what_a_partial_request_runs_again_costs_its_key_nothing(
+    serve: Serve, facts: ModelFacts, metrics: Metrics
+) -> None:
+    running = await serve_quantising(serve, facts, tokens_per_minute=20)
+    before = _counted(metrics).get("quantising", 0)
+
+    answer = await embed(running.port, {"input": ["w1", "w9", "w9", "w2", ""], "partial": True}, BEARER)
+
+    assert answer.status == 200
+    assert [item["index"] for item in answer.json["errors"]] == [1, 2, 4]
+    assert [sent["number"] for sent in running.stub.submitted] == [4, 3, 2]  # 12, 9 and 6 tokens
+    assert _counted(metrics)["quantising"] - before == answer.json["usage"]["total_tokens"] == 6
+    assert (await embed(running.port, {"input": "w1 w2 w3 w4 w5 w6"}, BEARER)).status == 200  # the 8 that are left
+
+
+async def test_an_answer_that_fails_is_not_counted_to_its_key(serve: Serve, metrics: Metrics) -> None:
+    running = await serve(keys=KeyCheck([Key.of("sesame", name="failing")]))
+    running.stub.poison = float("nan")
+    assert (await embed(running.port, {"input": "w1"}, BEARER)).status == 500
+    assert "failing" not in _counted(metrics)
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"inputs": "w1"}), ("/decode", {"ids": [5]})])
+async def test_what_runs_no_model_costs_no_tokens_and_yet_names_no_lane_that_its_key_may_not(
+    serve: Serve, path: str, fields: dict[str, object]
+) -> None:
+    running = await serve(keys=KeyCheck([Key.of("sesame", lane="backfill", tokens_per_minute=3)]))
+    assert (await embed(running.port, {"input": "w1"}, BEARER)).status == 200
+    for lane, status in ((None, 200), ("backfill", 200), ("online", 403)):
+        answer = await ask(running.port, "POST", path, json.dumps(fields | {"lane": lane}).encode(), BEARER)
+        assert answer.status == status
+    assert (await embed(running.port, {"input": "w1"}, BEARER)).status == 429
 
 
 async def test_tokens_are_counted_by_the_names_of_keys_alone(serve: Serve, metrics: Metrics) -> None:

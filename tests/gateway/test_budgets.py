@@ -114,6 +114,48 @@ def test_a_run_folder_that_was_removed_is_made_again(run_dir: str) -> None:
     assert wait_s(budgets, SIXTY, 60, BEGIN) == 0
 
 
+def test_a_look_takes_nothing_and_fails_only_where_no_token_is_left(run_dir: str) -> None:
+    budgets = Budgets(run_dir)
+    budgets.check(SIXTY, BEGIN)
+    assert not Path(run_dir, "budgets").exists()
+    budgets.charge(SIXTY, 59, BEGIN)
+    for _ in range(3):
+        budgets.check(SIXTY, BEGIN)
+    budgets.charge(SIXTY, 1, BEGIN)
+    with pytest.raises(RateLimited) as refused:
+        budgets.check(SIXTY, BEGIN)
+    assert refused.value.retry_after_s == 1
+    budgets.check(SIXTY, BEGIN + S)
+    budgets.check(Key.of("free"), BEGIN)
+
+
+def test_a_budget_that_cannot_be_kept_refuses_nobody_and_is_logged_once(
+    run_dir: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    budgets = Budgets(run_dir)
+    named = Key.of("sesame", name="nightly", tokens_per_minute=60)
+    folder = Path(run_dir, "budgets")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_bytes(b"")  # no folder
+
+    for _ in range(3):
+        budgets.check(named, BEGIN)
+        budgets.charge(named, 60, BEGIN)
+
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert "nightly" in record.getMessage()
+    assert named.digest.hex() not in caplog.text
+    folder.unlink()
+    assert wait_s(budgets, named, 60, BEGIN) == 0
+    assert wait_s(budgets, named, 60, BEGIN) == 60
+    (file,) = folder.iterdir()
+    file.unlink()
+    file.mkdir()
+    budgets.charge(named, 60, BEGIN)
+    assert len(caplog.records) == 2  # it had been kept meanwhile
+
+
 def test_gateways_that_charge_at_once_lose_nothing(run_dir: str) -> None:
     key = Key.of("busy", tokens_per_minute=1000)
     taken: list[int] = []
