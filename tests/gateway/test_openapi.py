@@ -343,7 +343,6 @@ NARROWED: dict[str, dict[str, Any]] = {  # None: it excludes something else
     },
     "gateway.routes.tei.EmbedBody": {"inputs": TEXTS_OR_IDS},
     "EmbedAllBody": {"inputs": TEXTS_OR_IDS},
-    "EmbedSparseBody": {"inputs": TEXTS_OR_IDS},
     "SimilarityInputs": {"source_sentence": WORD, "sentences": WORDS},
     "SimilarityParameters": {},
     "SimilarityBody": {},
