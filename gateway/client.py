@@ -315,12 +315,12 @@ class Ledger:
         """Say that we are here, or ask to be let in; the seconds until the next tick."""
         if self.refused is not None:
             return _TICK_S
-        if self._welcome is None or now_ns - self._last_heard_ns >= _REJOIN_NS:
+        if self._welcome is None or self._died or now_ns - self._last_heard_ns >= _REJOIN_NS:
             self._asked = self._pulse(Join(PROTOCOL_VERSION, self._name, os.getpid()), now_ns) or self._asked
             return _JOIN_TICK_S
         self._pulse(Beat(self._welcome.epoch, 0), now_ns)
         self._submit_again(lambda piece: not piece.sent)
-        return _TICK_S
+        return _JOIN_TICK_S if self._died else _TICK_S
 
     @property
     def num_pieces(self) -> int:

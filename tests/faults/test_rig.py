@@ -27,7 +27,7 @@ def test_a_seed_has_one_schedule() -> None:
 def test_a_quantile_is_a_value_that_was_measured() -> None:
     values = [4.0, 1.0, 3.0, 2.0]
     assert Figure("s", 1, 0).of(values) == 4.0
-    assert Figure("s", 0.95, 0).of(values) == 4.0
+    assert Figure("s", 0.95, 0).of(values) == 3.0  # one of four may be chance
     assert Figure("s", 0.5, 0).of(values) == 2.0
 
 

@@ -620,6 +620,17 @@ async def test_while_a_dead_scheduler_is_started_again_new_requests_wait_for_the
     assert (await waiting.future).rows[:, 0].tolist() == [1]
 
 
+async def test_when_the_scheduler_has_died_the_next_one_is_asked_as_soon_as_it_is_there(
+    ledger: Ledger, wire: Wire
+) -> None:
+    wire.cut = True
+    soon_s = ledger.on_tick(SECOND // 4)
+    wire.cut = False
+    ledger.on_tick(SECOND // 3)  # long before three pulses are missed
+    assert soon_s == 0.05
+    assert [type(message).__name__ for message in wire.sent] == ["Join"]
+
+
 async def test_a_dead_scheduler_that_stays_away_makes_new_requests_503(ledger: Ledger, wire: Wire) -> None:
     wire.cut = True
     ledger.on_tick(SECOND // 4)
