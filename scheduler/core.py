@@ -170,7 +170,7 @@ class Scheduler:
                 logger.info("%s leaves: %s", worker.name, message.reason)
                 self._lose(worker, "goodbye", now_ns)
             elif isinstance(message, Beat):
-                self._fleet.on_beat(worker, message)
+                self._fleet.on_beat(worker, message, now_ns)
             else:
                 logger.warning("%s sent a %s; ignored", worker.name, type(message).__name__)
         return self._take_actions(now_ns)

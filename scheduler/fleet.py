@@ -41,7 +41,7 @@ LOST_NS = 2_000_000_000  # silent for so long: lost
 _HANDOVER_NS = 1_500_000
 _HANDOVER_SHARE = 0.05
 
-_MAX_SHORT_BEATS = 8  # two seconds
+_MAX_SHORT_NS = 1_750_000_000  # of beats that miss a batch: eight of them
 
 # The longest that one batch may take: generous, since a first step of its kind may compile for seconds. A worker gives
 # up by itself where it can see that it hangs.
@@ -71,7 +71,8 @@ class Worker:
     facts: ModelFacts
     last_heard_ns: int
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
-    short_beats: int = 0  # beats in a row that tell of fewer batches than were sent
+    short_since_ns: int | None = None  # since when its beats, without exception, tell of fewer batches than were sent
+    short_ns: int = 0  # for how long, at the last one
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
 
@@ -205,7 +206,7 @@ class Fleet:
             worker.running_since_ns = now_ns
         longest = int(batch.lengths.max())
         predicted_ms = worker.step_time.predict_ms(len(batch.token_ids), longest)
-        worker.short_beats = 0
+        worker.short_since_ns, worker.short_ns = None, 0
         worker.in_flight[batch_id] = InFlight(
             batch_id=batch_id,
             parts=parts,
@@ -225,12 +226,16 @@ class Fleet:
             worker.running_since_ns = now_ns
         return batch
 
-    def on_beat(self, worker: Worker, beat: Beat) -> None:
-        """A beat may cross a batch on its way; several in a row that miss one mean that it never arrived."""
+    def on_beat(self, worker: Worker, beat: Beat, now_ns: int) -> None:
+        """A beat may cross a batch on its way; when all of them miss one for long, it never arrived.
+
+        For long by this clock: many that had piled up, since this process stood still, say no more than one.
+        """
         if beat.epoch == self._epoch and beat.batches_held < len(worker.in_flight):
-            worker.short_beats += 1
+            worker.short_since_ns = now_ns if worker.short_since_ns is None else worker.short_since_ns
+            worker.short_ns = now_ns - worker.short_since_ns
         else:
-            worker.short_beats = 0
+            worker.short_since_ns, worker.short_ns = None, 0
 
     def lost(self, now_ns: int) -> list[tuple[Worker, str]]:
         """The workers that count as lost now, each with why: silent, desynchronized or overdue."""
@@ -238,7 +243,7 @@ class Fleet:
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns >= LOST_NS:
                 verdicts.append((worker, "silent"))
-            elif worker.short_beats >= _MAX_SHORT_BEATS:
+            elif worker.short_ns >= _MAX_SHORT_NS:
                 verdicts.append((worker, "desynchronized"))
             elif worker.in_flight:
                 running = next(iter(worker.in_flight.values()))
@@ -252,6 +257,7 @@ class Fleet:
         for worker in self._workers.values():
             worker.last_heard_ns = min(worker.last_heard_ns + lag_ns, now_ns)
             worker.running_since_ns = min(worker.running_since_ns + lag_ns, now_ns)
+            worker.short_since_ns, worker.short_ns = None, 0
 
 
 def with_loss(part: Part) -> Part:

@@ -745,6 +745,21 @@ def test_a_batch_that_never_arrived_runs_again_without_blame(rig: Rig) -> None:
     assert ids(batch) == [1]
 
 
+def test_beats_that_piled_up_while_the_scheduler_stood_still_miss_no_batch(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [2])
+    rig.request(3, [3])
+    first, second = rig.take(Batch)
+    rig.now_ns += 3 * SECOND
+    rig.finish(first)  # so that the third is sent, which none of what was said meanwhile can know of
+    for _ in range(12):
+        rig.worker(Beat(EPOCH, 1))
+    rig.tick(250 * MS)
+    assert rig.killed == []
+    rig.finish(second)
+    assert [reply.request_id for reply in rig.take(Reply)] == [1, 2]
+
+
 # --- refusing, cancelling, expiring ---
 
 
