@@ -48,6 +48,7 @@ class _Side:
         self.action = action  # what sends a message to a peer of this side
         self.on_message = on_message
         self.on_lost = on_lost
+        self.gone: set[bytes] = set()  # peers to which nothing can be sent; what they have said is not all heard yet
         self._poller = poller
         self._pidfds: dict[bytes, int] = {}
         poller.register(router.socket, zmq.POLLIN)
@@ -121,13 +122,19 @@ class Server:
         self._poller.register(stop_fd, zmq.POLLIN)
         while True:
             wait_ms = 1 + max(0, self._core.next_tick_ns() - now_ns()) // 1_000_000
+            if any(side.gone for side in self._sides):
+                wait_ms = 0
             ready: dict[object, int] = dict(self._poller.poll(wait_ms))
             if stop_fd in ready:
                 return
-            for side in self._sides:
-                self._turn(side, ready)
-            self._perform(self._core.on_tick(now_ns()))
-            self._check_bound()
+            self.turn(ready)
+
+    def turn(self, ready: dict[object, int]) -> None:
+        """Hear who has something to say, of the sockets and descriptors that are ready, and do what is due."""
+        for side in self._sides:
+            self._turn(side, ready)
+        self._perform(self._core.on_tick(now_ns()))
+        self._check_bound()
 
     def close(self) -> None:
         for side in self._sides:
@@ -137,16 +144,17 @@ class Server:
     def _turn(self, side: _Side, ready: dict[object, int]) -> None:
         """Hear what one side has said, then who of it has died, then who is new.
 
-        What a process said before it died comes first: its last result is a result, and no reason to blame it. Who is
-        new comes last: it may take the place of one that has died.
+        What a process said before it died comes first: its last result is a result, and no reason to blame it; a worker
+        that took its leave is not lost at all. Who is new comes last: it may take the place of one that has died.
         """
         exited = side.exited(ready)
+        gone, side.gone = side.gone.difference(exited), set()
         introductions: list[tuple[bytes, Join | Hello]] = []
-        if side.router.socket in ready or (exited and side.router.socket.poll(_LAST_WORDS_MS)):
+        if side.router.socket in ready or gone or (exited and side.router.socket.poll(_LAST_WORDS_MS)):
             introductions = self._receive(side)
-        for peer in exited:
+        for peer, reason in [*((peer, "exited") for peer in exited), *((peer, "disconnected") for peer in gone)]:
             side.forget(peer)
-            self._perform(side.on_lost(peer, "exited", now_ns()))
+            self._perform(side.on_lost(peer, reason, now_ns()))
         for peer, message in introductions:
             side.watch(peer, message.pid)
             self._perform(side.on_message(peer, message, now_ns()))
@@ -185,8 +193,7 @@ class Server:
             try:
                 side.router.send(action.peer, action.message)
             except PeerGone:
-                side.forget(action.peer)
-                self._perform(side.on_lost(action.peer, "disconnected", now_ns()))
+                side.gone.add(action.peer)  # for the next turn: what it said last may wait to be read
             except PeerStuck:
                 # Thousands of unread messages: it hangs, and this message cannot reach it.
                 self._perform(side.on_lost(action.peer, "does not read", now_ns()))

@@ -15,10 +15,25 @@ import msgpack
 import pytest
 import zmq
 
+from common.config import SchedulerConfig
 from common.metrics import Metrics
-from common.protocol import PROTOCOL_VERSION, Batch, Join, Message, Ping, Refuse, Reply, Welcome, encode
-from common.transport import Dealer, address
-from tests.fakes import FakeWorker, RunningScheduler, oracle_result
+from common.protocol import (
+    PROTOCOL_VERSION,
+    Batch,
+    Goodbye,
+    Hello,
+    Join,
+    Message,
+    Ping,
+    Refuse,
+    Reply,
+    Welcome,
+    encode,
+)
+from common.transport import Dealer, address, now_ns, prepare_run_dir
+from scheduler.core import ToWorker
+from scheduler.server import Server
+from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_result
 from tests.scheduler.test_core import make_request
 
 StartWorker = Callable[..., FakeWorker]
@@ -85,6 +100,47 @@ def test_garbage_is_counted_and_everybody_else_is_served(
     assert isinstance(reply, Reply)
     assert reply.request_id == 7
     assert counter._value.get() > before
+
+
+def test_a_worker_that_took_its_leave_is_not_lost_where_a_message_to_it_fails_before_its_last_words_are_read(
+    run_dir: str, metrics: Metrics
+) -> None:
+    prepare_run_dir(run_dir)
+    server = Server(SchedulerConfig(run_dir=run_dir), metrics)
+    losses = metrics.worker_losses.labels("disconnected")._value.get()
+    gateway = Gateway(run_dir)
+    worker = Dealer(gateway.context, address(run_dir, "workers"), "w")
+    assert worker.socket.poll(5000, zmq.POLLOUT)
+
+    def turn_until(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end
+            server.turn(dict(server._poller.poll(10)))
+
+    worker.send(Hello(PROTOCOL_VERSION, "worker-0", os.getpid(), FACTS))
+    turn_until(lambda: server._workers._pidfds and server._gateways._pidfds)
+    gateway.dealer.send(make_request(7, [1, 2, 3]))
+    turn_until(lambda: worker.socket.poll(0))
+    while not isinstance(batch := worker.receive(), Batch):
+        turn_until(lambda: worker.socket.poll(0))
+    (peer,) = server._workers._pidfds
+
+    worker.send(oracle_result(batch))
+    worker.send(Goodbye("told to stop"))
+    worker.close(linger_ms=1000)
+    end = time.monotonic() + 10
+    while not server._workers.gone and time.monotonic() < end:
+        server._perform([ToWorker(peer, Ping(batch.epoch, 1, 1, True))])  # not a turn: nothing is read meanwhile
+    server.turn(dict(server._poller.poll(0)))
+
+    reply = gateway.wait_for(Reply)
+    assert isinstance(reply, Reply)
+    assert reply.request_id == 7
+    assert server._core.on_worker_lost(peer, "exited", now_ns()) == []
+    assert metrics.worker_losses.labels("disconnected")._value.get() == losses
+    server.close()
+    gateway.close()
 
 
 def test_a_workers_death_is_noticed_at_once(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
