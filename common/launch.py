@@ -23,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -110,6 +111,7 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
     supervised = configuration.under_supervisord()
     if supervised:
         _die_with_parent()
+    _reopen_log_at_hangup()
     config = configuration.load(config_class, sys.argv[1:])
     name = role if role == "scheduler" else f"{role}-{config.slot}"
     history = _StartHistory(config.run_dir, name)
@@ -136,6 +138,25 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
         if not log.stop(listener):
             os._exit(status)  # nobody reads the log; a thread that waits to write it must not keep us
     sys.exit(status)
+
+
+def _reopen_log_at_hangup() -> None:
+    """Have SIGHUP, which ends a process by default, open the log's file anew; without one it does nothing.
+
+    On a thread of its own: a disk that hangs must not keep a loop from its peers. A gateway, which has more to do then,
+    takes the signal over.
+    """
+    hangup_fd = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def reopen_each_time() -> None:
+        while os.eventfd_read(hangup_fd):
+            try:
+                log.reopen()
+            except OSError as error:
+                logger.error("the log's file stays as it was: %s", error.strerror)  # noqa: TRY400 the text says it all
+
+    threading.Thread(target=reopen_each_time, name="hangup", daemon=True).start()
+    signal.signal(signal.SIGHUP, lambda *_: os.eventfd_write(hangup_fd, 1))
 
 
 def _take_place(run_dir: str, name: str) -> Lock:

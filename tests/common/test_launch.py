@@ -130,6 +130,28 @@ def test_a_process_whose_log_nobody_reads_still_ends(run_dir: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_hangup_opens_the_log_again_and_ends_nothing(run_dir: str) -> None:
+    log = Path(f"{run_dir}-logs", "scheduler.log")
+    command = [sys.executable, "-m", "scheduler", "--run-dir", run_dir, "--log-dir", str(log.parent)]
+    with subprocess.Popen(command) as process:
+        end = time.monotonic() + 20
+        while not Path(run_dir, "gateways.sock").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        log.rename(log.with_name("old.log"))
+
+        process.send_signal(signal.SIGHUP)
+
+        while not log.exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(10) == 0
+    assert "starting: " in log.with_name("old.log").read_text()
+    assert log.read_text().endswith("stopped with status 0\n")
+
+
+@pytest.mark.slow
 def test_a_run_folder_that_is_too_long_for_a_socket_is_one_line_and_no_traceback(tmp_path: Path) -> None:
     ended = run_hedgerow("scheduler", "--run-dir", str(tmp_path / ("x" * 120)))
     assert ended.returncode == 1
