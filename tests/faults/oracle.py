@@ -23,6 +23,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -96,6 +97,38 @@ class Running:
         self._sequences[0] = count
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that an oracle worker began."""
+
+    begun_s: float  # on the monotonic clock, which all processes share
+    num_tokens: int
+    digests: tuple[str, ...]  # of its sequences
+
+
+class StepRecord:
+    """Every step that a worker begins, a line each, in a file that outlives it."""
+
+    def __init__(self, run_dir: str | Path, slot: int) -> None:
+        self._file = os.open(Path(run_dir) / f"oracle-{slot}.steps", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def note(self, sequences: list[TokenIds]) -> None:
+        digests = " ".join(map(digest, sequences))
+        os.write(self._file, f"{time.monotonic()} {sum(map(len, sequences))} {digests}\n".encode())
+
+
+def steps(run_dir: Path) -> list[Step]:
+    """All that the workers of a suite have begun, in order."""
+    lines = [line for path in run_dir.glob("oracle-*.steps") for line in path.read_text().splitlines()]
+    fields = [line.split() for line in lines]
+    found = [Step(float(begun), int(num_tokens), tuple(digests)) for begun, num_tokens, *digests in fields]
+    return sorted(found, key=lambda step: step.begun_s)
+
+
+def digest(sequence: TokenIds) -> str:
+    return hashlib.sha256(np.asarray(sequence, dtype="<i4").tobytes()).hexdigest()[:16]
+
+
 class OracleEngine:
     """What `Compute` needs of an engine. A step has ended when `step` returns, as on a CPU."""
 
@@ -108,17 +141,20 @@ class OracleEngine:
         self._token_s = token_s
         self._running = Running(run_dir, slot)
         self._running.num_sequences = 0  # the one before may have died in a batch
+        self._record = StepRecord(run_dir, slot)
 
     def hello(self) -> ModelFacts:
         return self._facts
 
     def step(self, batch: Batch) -> LazyTensor:
         self._running.num_sequences = len(batch.lengths)
+        sequences = [batch.token_ids[start:stop] for start, stop in pairwise(cu_seqlens(batch.lengths))]
+        self._record.note(sequences)
         time.sleep(self._step_s + self._token_s * len(batch.token_ids))
         rows = oracle_rows(batch)
         finite = np.ones(len(rows), dtype=np.uint8)
-        for index, (start, stop) in enumerate(pairwise(cu_seqlens(batch.lengths))):
-            fault = self._due(batch.token_ids[start:stop])
+        for index, sequence in enumerate(sequences):
+            fault = self._due(sequence)
             if fault is Fault.NAN:
                 finite[index] = 0
             elif fault is Fault.SHORT_RESULT:
@@ -138,10 +174,9 @@ class OracleEngine:
         """The fault that is to happen now for this sequence, noted as having happened."""
         fault = next((Fault(number) for number in sequence if number in iter(Fault)), None)
         times = sum(number == fault for number in sequence)
-        digest = hashlib.sha256(np.asarray(sequence, dtype="<i4").tobytes()).hexdigest()[:16]
         for count in range(times):
             try:
-                (self._run_dir / f"{digest}-{count}.fault").touch(exist_ok=False)
+                (self._run_dir / f"{digest(sequence)}-{count}.fault").touch(exist_ok=False)
             except FileExistsError:
                 continue
             return fault

@@ -144,6 +144,19 @@ PROMISES = {
             ),
         ),
         Promise(
+            "A7",
+            "of a scheduler that is stopped gateways say so in time; nothing runs that was answered meanwhile",
+            quick=3,
+            soak=10,
+            load=Load(rate=40, inputs=(1, 4), words=(6, 10), timeout_s=4),
+            figures=(
+                Figure("told_s", 1, 2.5),
+                Figure("refusal_s", 0.95, 0.25),
+                Figure("refused_after_s", 1, 0.75),
+                Figure("late_s", 1, 0.25, "what waits in a worker's hands runs: two steps, and room for a busy machine"),
+            ),
+        ),
+        Promise(
             "B1",
             "gateways restarted one by one fail no request, on new connections and on kept ones",
             quick=4,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.conftest import StartTrial
 from tests.faults.ledger import Sent
-from tests.faults.oracle import Running
+from tests.faults.oracle import Running, digest, steps, token_ids
 from tests.faults.rig import OracleSuite, Process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -187,3 +187,52 @@ async def test_a_hung_worker_is_ended_and_the_log_says_where_it_was(
             await suite.ready()
     hung = lost(reasons["silent"], "silent") | lost(reasons["overdue"], "overdue")
     report(running.judge(exactly=hung | running.answers()))
+
+
+async def test_a_stopped_scheduler_is_told_of_in_time_and_runs_nothing_that_was_answered_meanwhile(
+    suite: OracleSuite, trial: StartTrial, report: Report
+) -> None:
+    before = suite.pids("worker") | suite.pids("gateway")
+    spans: list[tuple[float, float]] = []
+    async with trial("A7") as running:
+        for number, step in enumerate(running.steps()):
+            await asyncio.sleep(step.delay_s)
+            scheduler = Process(suite, "scheduler-0")
+            scheduler.send(signal.SIGSTOP)
+            stopped_s = running.now_s()
+            await asyncio.sleep((1, 3, 5)[number % 3])
+            scheduler.send(signal.SIGCONT)
+            spans.append((stopped_s, running.now_s()))
+            await suite.ready()
+            await running.settle()
+            scheduler.close()
+    assert suite.pids("worker") | suite.pids("gateway") == before
+
+    sent = running.ledger.sent
+    expected: set[Sent] = set()
+    for stopped_s, continued_s in spans:
+        asked = [one for one in sent if stopped_s - 0.5 <= one.due_s < continued_s + 1]
+        # Who was not told at once waits for the scheduler, as long as its deadline allows.
+        expected |= {one for one in asked if one.detail == "504 deadline_exceeded" and one.due_s <= stopped_s + 2.5}
+        told = [one for one in asked if one.detail == "503 no_capacity"]
+        expected |= set(told)
+        assert expected.issuperset(one for one in asked if stopped_s + 2.5 < one.due_s < continued_s)
+        if told:
+            assert continued_s - stopped_s > 2
+            running.measured("told_s", told[0].ended_s - stopped_s)
+            running.measured("refused_after_s", told[-1].due_s - continued_s)
+        for one in told:
+            running.measured("refusal_s", one.latency_s)
+    answered_s = {digest(token_ids(text)): one.ended_s for one in sent for text in one.texts}
+    begun = [(step.begun_s, known) for step in steps(suite.run_dir) for known in step.digests if known in answered_s]
+    assert len(begun) >= running.moved["hedgerow_inputs_total"]
+    running.measured("late_s", max(begun_s - answered_s[known] for begun_s, known in begun))
+    # Their connections have ended meanwhile: the scheduler takes the same processes in again, over new ones.
+    taken_in_again = ("reconnected", "disconnected")
+    report(
+        running.judge(
+            exactly=running.answers(),
+            allowed=expected,
+            unknown={f'hedgerow_worker_losses_total{{reason="{reason}"}}' for reason in taken_in_again},
+        )
+    )

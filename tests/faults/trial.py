@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -72,13 +73,19 @@ class Trial:
     def measured(self, series: str, value: float) -> None:
         self._series[series].append(value)
 
-    def judge(self, *, exactly: dict[str | tuple[str, ...], float], allowed: set[Sent] | None = None) -> str:
+    def judge(
+        self,
+        *,
+        exactly: dict[str | tuple[str, ...], float],
+        allowed: Iterable[Sent] = (),
+        unknown: Iterable[str] = (),
+    ) -> str:
         """Fails with everything that was broken; else the line that says what was measured.
 
         `exactly`: how far metrics have moved, or several together; a `worker_losses` or `protocol_errors` that is not
-        named has not moved. `allowed`: requests that may have failed.
+        named has not moved. `unknown`: of these nobody can say how far. `allowed`: requests that may have failed.
         """
-        allowed = allowed or set()
+        allowed = set(allowed)
         counts = self.ledger.counts()
         failures = [sent for sent in self.ledger.sent if sent.outcome in _FAILURES and sent not in allowed]
         broken = [f"{sent.request_id} {sent.outcome}: {sent.detail}" for sent in failures]
@@ -94,7 +101,7 @@ class Trial:
             if value > figure.most:
                 broken.append(f"{text}: {[round(value, 3) for value in sorted(values)]}")
         named = {name for key in exactly for name in ((key,) if isinstance(key, str) else key)}
-        still = [name for name in self.moved if name.startswith(_STILL) and name not in named]
+        still = [name for name in self.moved if name.startswith(_STILL) and name not in {*named, *unknown}]
         for key, expected in [*exactly.items(), *((name, 0) for name in still)]:
             moved = sum(self.moved.get(name, 0) for name in ((key,) if isinstance(key, str) else key))
             if moved != expected:
