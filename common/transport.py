@@ -137,7 +137,7 @@ class Router:
                 return False
         except FileNotFoundError:
             pass
-        self.socket.unbind(self._endpoint)
+        # Not unbound before: that would end the connection of everybody who came by the old file, and needs none.
         self._bind()
         return True
 

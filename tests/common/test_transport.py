@@ -108,6 +108,20 @@ def test_a_deleted_socket_file_is_noticed_and_new_peers_can_connect(
     newcomer.close()
 
 
+def test_who_was_connected_stays_so_when_a_deleted_socket_file_is_bound_again(
+    run_dir: str, router: Router, dealer: Dealer
+) -> None:
+    wait_until_connected(dealer)
+    monitor = dealer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    Path(run_dir, "workers.sock").unlink()
+
+    assert router.ensure_bound()
+
+    assert not monitor.poll(200)
+    dealer.socket.disable_monitor()
+    monitor.close()
+
+
 def test_a_second_process_of_one_place_is_refused_until_the_first_lets_go(run_dir: str) -> None:
     prepare_run_dir(run_dir)
     lock = Lock(run_dir, "scheduler")
