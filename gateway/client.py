@@ -78,6 +78,8 @@ _RECOVERY_NS = 15_000_000_000
 # that hangs takes what is sent until a heartbeat is missed, two seconds or more after we have last heard of it.
 _DISCONNECTED_NS = 1_500_000_000
 
+# A tick that is late by less is the ordinary jitter of a busy machine.
+_LAG_NS = 500_000_000
 
 # One of: float32 [rows, dimensions], int8 [rows, dimensions], uint8 [rows, ceil(dimensions / 8)] (of binary: one bit a
 # dimension, the first in the lowest bit of the first byte), uint8 [rows, bytes] (of sparse: `read_sparse` takes a row).
@@ -262,6 +264,10 @@ class Ledger:
     def silent(self, now_ns: int) -> bool:
         """Whether the scheduler has said nothing for so long that it hangs, or the connection is dead."""
         return now_ns - self._last_heard_ns >= _SILENT_NS
+
+    def forgive(self, lag_ns: int, now_ns: int) -> None:
+        """This process stood still for so long: meanwhile the scheduler was not silent, but not heard."""
+        self._last_heard_ns = min(self._last_heard_ns + lag_ns, now_ns)
 
     def open(self, request: OpenRequest, now_ns: int) -> None:
         """Accept a request: from here on it is answered through its future.
@@ -469,6 +475,7 @@ class SchedulerClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
         self._next_reconnect_ns = 0
+        self._tick_due_ns = now_ns()
         self._receive_due = False
 
     @property
@@ -526,7 +533,8 @@ class SchedulerClient:
         assert self._loop is not None, "start() comes first"
         request = OpenRequest.of(sequences, options, type_starts=type_starts, spans=spans)
         if self._ledger.silent(now_ns()):
-            self._receive()  # perhaps it was we who stood still
+            self._note_time()
+            self._receive()
         late = DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less.")
         timer = self._loop.call_later(max(0, options.deadline_ns - now_ns()) / 1e9, request.fail, late)
         try:
@@ -560,8 +568,22 @@ class SchedulerClient:
         if self._ledger.refused is not None and refused is None and self.on_refused is not None:
             self.on_refused()
 
+    def _note_time(self) -> None:
+        """See whether this process stood still (stopped, starved).
+
+        For two seconds, and the transport has given the connection up: what it brought is lost, and the scheduler has
+        to be joined again before it is heard.
+        """
+        now = now_ns()
+        lag_ns = now - self._tick_due_ns
+        if lag_ns > _LAG_NS:
+            self._tick_due_ns = now
+            logger.warning("this gateway stood still for %.1f s", lag_ns / 1e9)
+            self._ledger.forgive(lag_ns, now)
+
     def _tick(self) -> None:
         assert self._loop is not None
+        self._note_time()
         self._receive()
         now = now_ns()
         if self._ledger.silent(now) and now >= self._next_reconnect_ns:
@@ -570,5 +592,6 @@ class SchedulerClient:
             self._dealer.reconnect()
             self._loop.add_reader(self._dealer.fd, self._receive)
         delay_s = self._ledger.on_tick(now)
+        self._tick_due_ns = now + int(delay_s * 1e9)
         self._tick_handle = self._loop.call_later(delay_s, self._tick)
         self._receive()

@@ -604,6 +604,14 @@ async def test_a_silent_scheduler_makes_new_requests_503_and_keeps_what_is_held(
     ledger.open(make_open(5), 3 * SECOND)
 
 
+async def test_a_gateway_that_stood_still_does_not_take_the_scheduler_for_silent(ledger: Ledger, wire: Wire) -> None:
+    ledger.forgive(3 * SECOND, 3 * SECOND)
+    ledger.open(make_open(5), 4 * SECOND)
+    assert ledger.readiness(4 * SECOND).status == "ready"
+    with pytest.raises(Unavailable):
+        ledger.open(make_open(5), 5 * SECOND)
+
+
 async def test_while_a_dead_scheduler_is_started_again_new_requests_wait_for_the_next(
     ledger: Ledger, wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
