@@ -1,6 +1,6 @@
 """A worker whose model is a hash: the real worker process around an engine that costs what it is told to.
 
-Everything but the model is the product's own (worker/server.py and worker/compute.py: the socket, the handshake, beats,
+Everything but the model is the product's own (worker/core.py, server.py, compute.py: the socket, the handshake, beats,
 draining, the watchdog), so what a fault does to it is what it does to a real one. The time of a step is slept, so that
 capacity is set by a test and not by the machine. Some words of the tokenizer's are faults: a worker that runs a
 sequence with one misbehaves, as often as the word stands there, counted over all workers of a suite; then it is a word

@@ -20,8 +20,9 @@ from tests.models import make_batch
 from tests.scheduler.test_core import make_request
 from tests.scheduler.test_server import Gateway
 from worker.compute import Broken, Compute, Outcome, Ready
+from worker.core import EXIT_DEVICE_LOST, EXIT_STUCK
 from worker.lazy import DeviceLost, Rows
-from worker.server import EXIT_DEVICE_LOST, EXIT_STUCK, Server
+from worker.server import Server
 
 
 class FakeRows:
