@@ -67,6 +67,7 @@ class Server:
         self._config = config
         self._metrics = metrics
         self._compute = Compute(build, metrics)
+        self._max_step_s = max_step_s
         self._core = Worker(
             f"worker-{config.slot}",
             os.getpid(),
@@ -103,6 +104,7 @@ class Server:
             core.on_tick(time.monotonic())
             self._watch(time.monotonic())
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         if self._dealer is not None:
             self._dealer.close(_LINGER_MS)
         self._context.term()
@@ -153,10 +155,15 @@ class Server:
         return messages
 
     def _watch(self, now_s: float) -> None:
-        """Have the log say where threads are when this one has no turn, or a step does not end."""
+        """Have the log say where threads are when this one has no turn, or a step does not end.
+
+        Without a turn for as long as a step may take, the kernel ends the process (SIGALRM, for which there is no
+        handler): the scheduler would have done so sooner, unless it has started since and never heard of this worker.
+        """
         if self._dealer is not None and now_s >= self._next_watch_s:
             self._next_watch_s = now_s + _WATCH_S
             faulthandler.dump_traceback_later(_MUTE_S)  # by a thread that needs no interpreter
+            signal.setitimer(signal.ITIMER_REAL, self._max_step_s)
         if self._core.is_step_long(self._compute.step_began_s, now_s):
             faulthandler.dump_traceback()
 

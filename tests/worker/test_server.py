@@ -361,6 +361,40 @@ def test_a_signal_while_the_model_loads_ends_the_worker_at_once(
     assert "stopping at once" in log
 
 
+_HANGS = """
+import ctypes, sys
+from common.config import WorkerConfig
+from common.metrics import Metrics
+from tests.fakes import FACTS
+from worker.server import Server
+
+class Engine:
+    has_chores = False
+    def hello(self):
+        return FACTS
+    def step(self, batch):
+        ctypes.PyDLL(None).sleep(60)  # a PyDLL's functions are called with the GIL held
+
+Server(WorkerConfig(run_dir=sys.argv[1]), Metrics(), Engine, lambda: None, max_step_s=1.0).run()
+"""
+
+
+def test_a_process_whose_python_hangs_is_ended_though_no_scheduler_kills_it(run_dir: str) -> None:
+    prepare_run_dir(run_dir)
+    with zmq.Context() as context, subprocess.Popen([sys.executable, "-c", _HANGS, run_dir]) as process:
+        router = Router(context, address(run_dir, "workers"))
+        assert router.socket.poll(PATIENCE_S * 1000)
+        received = router.receive()
+        assert received is not None
+        router.send(received[0], Ping(1, 1, 1, progressing=True))
+        router.send(received[0], make_batch([[1]], epoch=1, batch_id=1))
+        try:
+            assert process.wait(PATIENCE_S) == -signal.SIGALRM
+        finally:
+            process.kill()
+            router.close()
+
+
 @pytest.mark.parametrize(("code", "status"), [("duplicate_name", 75), ("model_mismatch", 78), ("version", 78)])
 def test_a_refused_worker_exits_with_a_status_that_says_why(
     start: Callable[..., WorkerProcess], tiny_folder: Path, code: str, status: int
