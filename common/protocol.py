@@ -221,10 +221,10 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """'My Python runs', from a peer's own loop; `batches_held` lets the scheduler see that a batch never arrived."""
+    """'My Python runs', from a peer's own loop; `num_held` lets the scheduler see that something never arrived."""
 
     epoch: int
-    batches_held: int  # by a worker; a gateway holds none
+    num_held: int  # batches that a worker holds; Requests that a gateway has sent and that are not answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,7 +324,7 @@ class Ledger:
         if self._welcome is None or self._died or now_ns - self._last_heard_ns >= _REJOIN_NS:
             self._asked = self._pulse(Join(PROTOCOL_VERSION, self._name, os.getpid()), now_ns) or self._asked
             return _JOIN_TICK_S
-        self._pulse(Beat(self._welcome.epoch, 0), now_ns)
+        self._pulse(Beat(self._welcome.epoch, sum(piece.sent for piece in self._pieces.values())), now_ns)
         self._submit_again(lambda piece: not piece.sent)
         return _JOIN_TICK_S if self._died else _TICK_S
 

@@ -43,7 +43,7 @@ from common.protocol import (
 )
 from scheduler.admission import RECOVERY_NS, Admission, no_capacity
 from scheduler.batching import MAX_LOSSES, SHARES, BatchQueue, Part, Pending, Shares
-from scheduler.fleet import TYPICAL_LENGTH, BadResult, Fleet, InFlight, Worker, check_result, with_loss
+from scheduler.fleet import MISSING_NS, TYPICAL_LENGTH, BadResult, Fleet, InFlight, Worker, check_result, with_loss
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class _Gateway:
     pid: int
     last_heard_ns: int
     requests: dict[int, Pending]
+    short_since_ns: int | None = None  # since when it tells of more requests than there are
 
 
 class Scheduler:
@@ -149,7 +150,9 @@ class Scheduler:
                 self._on_cancel(gateway, message)
             elif isinstance(message, Goodbye):
                 self._lose_gateway(gateway, f"goodbye, {message.reason}")
-            elif not isinstance(message, Beat):
+            elif isinstance(message, Beat):
+                self._on_gateway_beat(gateway, message, now_ns)
+            else:
                 logger.warning("%s sent a %s; ignored", gateway.name, type(message).__name__)
         return self._take_actions(now_ns)
 
@@ -195,6 +198,8 @@ class Scheduler:
         for worker, reason in self._fleet.lost(now_ns):
             self._actions.append(Kill(worker.peer))
             self._lose(worker, reason, now_ns)
+        for worker, batches in self._fleet.take_missing(now_ns):
+            self._run_again(worker, batches)
         for gateway in [g for g in self._gateways.values() if now_ns - g.last_heard_ns >= _GATEWAY_LOST_NS]:
             self._lose_gateway(gateway, "silent")
         if self._fleet.ready(now_ns):
@@ -224,6 +229,8 @@ class Scheduler:
         self._fleet.forgive(lag_ns, now_ns)
         for gateway in self._gateways.values():
             gateway.last_heard_ns = min(gateway.last_heard_ns + lag_ns, now_ns)
+            if gateway.short_since_ns is not None:
+                gateway.short_since_ns = min(gateway.short_since_ns + lag_ns, now_ns)
         self._last_ready_ns = min(self._last_ready_ns + lag_ns, now_ns)
         self._last_progress_ns = min(self._last_progress_ns + lag_ns, now_ns)
 
@@ -300,13 +307,21 @@ class Scheduler:
                 sum(part.num_sequences for part in parts),
             )
             # Only what it was running can have to do with its end.
-            blameless = reason in {"desynchronized", "reconnected"}
-            running = batches[0].parts if batches and not blameless else []
+            running = batches[0].parts if batches and reason != "reconnected" else []
             parts = [with_loss(part) if any(part is other for other in running) else part for part in parts]
         error = InputQuarantined(f"Workers died or failed {MAX_LOSSES} times while they ran this input. Leave it out.")
         for part in parts:
             self._retry(part, error)
         self._announce(now_ns)
+
+    def _run_again(self, worker: Worker, batches: list[InFlight]) -> None:
+        """Queue again what never arrived at a worker: a connection that breaks may come back, without what it took."""
+        for batch in batches:
+            logger.warning("batch %d never arrived at %s; it runs again", batch.batch_id, worker.name)
+            for part in batch.parts:
+                if not part.pending.settled:
+                    self._metrics.retried_sequences.inc(part.num_sequences)
+                    self._queue.push(part)
 
     def _lose_gateway(self, gateway: _Gateway, reason: str) -> None:
         logger.info(
@@ -344,6 +359,15 @@ class Scheduler:
                 return
         self._queue.push(Part(pending, 0, len(request.lengths)))
 
+    def _on_gateway_beat(self, gateway: _Gateway, beat: Beat, now_ns: int) -> None:
+        """One that waits for more than there is here has lost some of it on either way: have it join again."""
+        if beat.epoch != self.epoch or beat.num_held <= len(gateway.requests):
+            gateway.short_since_ns = None
+        elif gateway.short_since_ns is None:
+            gateway.short_since_ns = now_ns
+        elif now_ns - gateway.short_since_ns >= MISSING_NS:
+            self._lose_gateway(gateway, f"it waits for {beat.num_held} requests, {len(gateway.requests)} are here")
+
     def _on_cancel(self, gateway: _Gateway, cancel: Cancel) -> None:
         pending = gateway.requests.pop(cancel.request_id, None)
         if pending is not None:
@@ -352,6 +376,8 @@ class Scheduler:
             self._metrics.cancelled.inc()
 
     def _on_result(self, worker: Worker, result: Result, now_ns: int) -> None:
+        if result.epoch == self.epoch:
+            self._run_again(worker, self._fleet.take_overtaken(worker, result.batch_id))
         batch = self._released(worker, result.epoch, result.batch_id, now_ns)
         if batch is None:
             return

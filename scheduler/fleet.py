@@ -10,6 +10,7 @@ while its device is stuck (an overdue batch).
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -41,7 +42,9 @@ LOST_NS = 2_000_000_000  # silent for so long: lost
 _HANDOVER_NS = 1_500_000
 _HANDOVER_SHARE = 0.05
 
-_MAX_SHORT_NS = 1_750_000_000  # of beats that miss a batch: eight of them
+# Beats that tell of fewer batches than were sent for so long: these never arrived. By the clock, since after a
+# standstill of the scheduler the beats of seconds come at once, all of them older than what it sends then.
+MISSING_NS = 2_000_000_000
 
 # The longest that one batch may take: generous, since a first step of its kind may compile for seconds. A worker gives
 # up by itself where it can see that it hangs.
@@ -71,8 +74,8 @@ class Worker:
     facts: ModelFacts
     last_heard_ns: int
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
-    short_since_ns: int | None = None  # since when its beats, without exception, tell of fewer batches than were sent
-    short_ns: int = 0  # for how long, at the last one
+    short_since_ns: int | None = None  # since when its beats tell of fewer batches than were sent
+    held: int = 0  # batches, by its last beat
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
 
@@ -206,7 +209,8 @@ class Fleet:
             worker.running_since_ns = now_ns
         longest = int(batch.lengths.max())
         predicted_ms = worker.step_time.predict_ms(len(batch.token_ids), longest)
-        worker.short_since_ns, worker.short_ns = None, 0
+        # What is lost before it is found out by the results of what is sent after it; so a beat counts from here on.
+        worker.short_since_ns = None
         worker.in_flight[batch_id] = InFlight(
             batch_id=batch_id,
             parts=parts,
@@ -227,24 +231,43 @@ class Fleet:
         return batch
 
     def on_beat(self, worker: Worker, beat: Beat, now_ns: int) -> None:
-        """A beat may cross a batch on its way; when all of them miss one for long, it never arrived.
+        """A beat may cross a batch on its way; where they go on missing one, it never arrived."""
+        worker.held = beat.num_held
+        if beat.epoch != self._epoch or beat.num_held >= len(worker.in_flight):
+            worker.short_since_ns = None
+        elif worker.short_since_ns is None:
+            worker.short_since_ns = now_ns
 
-        For long by this clock: many that had piled up, since this process stood still, say no more than one.
+    def take_overtaken(self, worker: Worker, batch_id: int) -> list[InFlight]:
+        """Take back what this worker was sent before the batch whose result has come: it never arrived.
+
+        A worker gives results in the order in which it was sent the batches.
         """
-        if beat.epoch == self._epoch and beat.batches_held < len(worker.in_flight):
-            worker.short_since_ns = now_ns if worker.short_since_ns is None else worker.short_since_ns
-            worker.short_ns = now_ns - worker.short_since_ns
-        else:
-            worker.short_since_ns, worker.short_ns = None, 0
+        if batch_id not in worker.in_flight:
+            return []
+        older = list(itertools.takewhile(lambda known: known != batch_id, worker.in_flight))
+        return [worker.in_flight.pop(known) for known in older]
+
+    def take_missing(self, now_ns: int) -> list[tuple[Worker, list[InFlight]]]:
+        """Take back what workers were sent and have told for long enough that they hold none of.
+
+        While one holds some of it, that ends first, and its result says more.
+        """
+        missing = []
+        for worker in self._workers.values():
+            since_ns = worker.short_since_ns
+            if since_ns is not None and now_ns - since_ns >= MISSING_NS and worker.in_flight and worker.held == 0:
+                worker.short_since_ns = None
+                missing.append((worker, list(worker.in_flight.values())))
+                worker.in_flight.clear()
+        return missing
 
     def lost(self, now_ns: int) -> list[tuple[Worker, str]]:
-        """The workers that count as lost now, each with why: silent, desynchronized or overdue."""
+        """The workers that count as lost now, each with why: silent or overdue."""
         verdicts = []
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns >= LOST_NS:
                 verdicts.append((worker, "silent"))
-            elif worker.short_ns >= _MAX_SHORT_NS:
-                verdicts.append((worker, "desynchronized"))
             elif worker.in_flight:
                 running = next(iter(worker.in_flight.values()))
                 limit_ns = max(_MAX_STEP_NS, _MAX_STEP_TO_PREDICTED * running.predicted_ns)
@@ -257,7 +280,8 @@ class Fleet:
         for worker in self._workers.values():
             worker.last_heard_ns = min(worker.last_heard_ns + lag_ns, now_ns)
             worker.running_since_ns = min(worker.running_since_ns + lag_ns, now_ns)
-            worker.short_since_ns, worker.short_ns = None, 0
+            if worker.short_since_ns is not None:
+                worker.short_since_ns = min(worker.short_since_ns + lag_ns, now_ns)
 
 
 def with_loss(part: Part) -> Part:

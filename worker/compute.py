@@ -181,10 +181,10 @@ class Compute:
         # A step that was launched behind another has run since that one's end.
         began_ns = max(step.launched_ns, self._finished_ns)
         self._finished_ns = time.monotonic_ns()
-        self._running.remove(step)
         duration_ns = self._finished_ns - began_ns
         nonfinite = np.flatnonzero(result.finite == 0).astype(np.int32)
         self._put(Result(step.batch.epoch, step.batch.batch_id, duration_ns // 1000, nonfinite, result.rows))
+        self._running.remove(step)  # only now: the launcher hands on what it finds to be the oldest itself
         # After the answer is on its way: it costs tens of microseconds.
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(duration_ns / 1e9)

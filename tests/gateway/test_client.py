@@ -23,6 +23,7 @@ from common.protocol import (
     INT8,
     Batch,
     BatchFailed,
+    Beat,
     Cancel,
     Failure,
     Message,
@@ -665,6 +666,20 @@ async def test_a_scheduler_that_came_back_and_hangs_makes_new_requests_503(ledge
     ledger.on_tick(2 * SECOND)
     with pytest.raises(Unavailable):
         ledger.open(make_open(5), 3 * SECOND)
+
+
+async def test_its_beats_tell_how_many_requests_it_has_sent_and_waits_for(ledger: Ledger, wire: Wire) -> None:
+    ledger.open(make_open(5, 5, 5, 5), 0)
+    ledger.open(make_open(3), 0)
+    first, _, _ = wire.requests()
+    wire.cut = True
+    ledger.open(make_open(2), 0)
+    wire.cut = False
+    ledger.on_tick(SECOND // 4)
+    assert wire.sent[0] == Beat(7, 3)
+    ledger.on_message(reply(first), SECOND // 4)
+    ledger.on_tick(SECOND // 2)
+    assert wire.sent[-1] == Beat(7, 3)  # the last one was sent with the first beat, and the first one is answered
 
 
 async def test_it_joins_again_when_pulses_are_missed(ledger: Ledger, wire: Wire) -> None:

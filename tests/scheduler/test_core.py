@@ -311,9 +311,10 @@ def test_single_rows_of_a_batch_travel_together_to_each_gateway_and_longer_parts
         (6, b"g0", [[7]]),
     ):
         rig.gateway(make_request(request_id, *sequences), peer)
-    first, _ = rig.take(Batch)
+    first, second = rig.take(Batch)
     rig.finish(first)
     (batch,) = rig.take(Batch)
+    rig.finish(second)
     rig.take(Reply)
 
     result = Result(EPOCH, batch.batch_id, 5000, np.zeros(0, dtype=np.int32), oracle_rows(batch))
@@ -497,14 +498,14 @@ def test_where_one_request_has_tokens_of_type_1_the_others_say_that_they_have_no
 def test_a_long_request_with_spans_is_answered_in_parts_whose_rows_are_counted_across_its_sequences(rig: Rig) -> None:
     sequences = [[token] * 40 for token in (1, 2, 3)]  # the budget is 64 tokens
     spans = [[(0, 10), (10, 20), (20, 40)], [(0, 40)], [(5, 6), (6, 7)]]
+    rig.hello(b"w1")
     rig.gateway(make_request(1, *sequences, spans=spans, type_starts=[40, 3, 40]))
-    first, second = rig.take(Batch)
+    (first, third), (second,) = rig.take(Batch, b"w0"), rig.take(Batch, b"w1")
     assert (first.type_starts.tolist(), second.type_starts.tolist()) == ([40], [3])
     rig.finish(first)
-    (third,) = rig.take(Batch)
     rig.finish(third)
     assert rig.take(Failure) == []
-    rig.finish(second)
+    rig.finish(second, b"w1")
     replies = rig.take(Reply)
     assert [(reply.first_row, len(reply.rows)) for reply in replies] == [(0, 3), (4, 2), (3, 1)]
     assert rig.core._gateways[b"g0"].requests == {}
@@ -735,14 +736,54 @@ def test_a_hang_after_a_standstill_is_noticed_as_soon_as_any_other(rig: Rig) -> 
 
 
 def test_a_batch_that_never_arrived_runs_again_without_blame(rig: Rig) -> None:
-    rig.request(1, [1])
-    rig.take(Batch)
+    rig.request(1, [1], [2])
+    (lost,) = rig.take(Batch)
     rig.live(2)  # its beats tell of no batch
+    assert rig.take(Batch) == []
     rig.tick(250 * MS)
-    assert rig.killed == [b"w0"]
-    rig.hello(b"w1")
-    (batch,) = rig.take(Batch, b"w1")
-    assert ids(batch) == [1]
+    (batch,) = rig.take(Batch)
+    assert (ids(batch), rig.killed) == ([1, 2], [])
+    rig.finish(lost)
+    assert rig.take(Reply) == []
+    rig.finish(batch)
+    assert len(rig.take(Reply)) == 1
+
+
+def test_a_batch_that_was_sent_before_one_whose_result_has_come_never_arrived_and_runs_again(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [2])
+    rig.request(3, [3])
+    _, second = rig.take(Batch)
+    rig.finish(second)
+    (batch,) = rig.take(Batch)
+    assert (ids(batch), rig.killed) == ([1, 3], [])
+
+
+def test_beats_that_a_scheduler_finds_after_a_standstill_say_nothing_of_what_it_sends_then(rig: Rig) -> None:
+    rig.request(1, [1])
+    (batch,) = rig.take(Batch)
+    rig.request(2, [2])
+    rig.take(Batch)
+    rig.now_ns += 3 * SECOND
+    rig.finish(batch)
+    for _ in range(12):
+        rig.worker(Beat(EPOCH, 0))  # before the worker has seen what its result brings it
+    rig.tick(250 * MS)
+    rig.worker(Beat(EPOCH, 1))
+    rig.live(3, held=1)
+    assert (rig.killed, rig.take(Batch)) == ([], [])
+
+
+def test_a_worker_that_misses_one_of_two_batches_ends_the_other_before_it_is_taken_at_its_word(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [2])
+    first, _ = rig.take(Batch)
+    rig.live(5, held=1)
+    assert rig.take(Batch) == []
+    rig.finish(first)
+    rig.live(1)
+    (batch,) = rig.take(Batch)
+    assert (ids(batch), rig.killed) == ([2], [])
 
 
 def test_beats_that_piled_up_while_the_scheduler_stood_still_miss_no_batch(rig: Rig) -> None:
@@ -803,6 +844,35 @@ def test_a_silent_gateway_is_forgotten_and_told_to_send_again_when_it_joins(rig:
         rig.worker(Beat(EPOCH, 0))
     rig.join()
     assert [welcome.answers_join for welcome in rig.take(Welcome)] == [True]
+
+
+def test_a_gateway_that_waits_for_more_than_there_is_here_is_forgotten_so_that_it_joins_again(rig: Rig) -> None:
+    rig.request(1, [1])
+    (batch,) = rig.take(Batch)
+    for _ in range(9):  # two seconds
+        rig.tick(250 * MS)
+        rig.worker(Beat(EPOCH, 1))
+        rig.gateway(Beat(EPOCH, 2))  # another request was lost on its way
+    rig.take(Ping)
+    rig.tick(250 * MS)
+    assert rig.take(Ping, b"g0") == []
+    rig.finish(batch)
+    assert rig.take(Reply) == []
+    rig.join()
+    assert [welcome.answers_join for welcome in rig.take(Welcome)] == [True]
+
+
+def test_a_gateway_whose_answers_are_on_their_way_is_not_forgotten(rig: Rig) -> None:
+    for _ in range(12):
+        rig.gateway(Beat(EPOCH, 1))
+        rig.tick(250 * MS)
+        rig.worker(Beat(EPOCH, 0))
+        rig.gateway(Beat(EPOCH, 0))
+    for _ in range(12):
+        rig.gateway(Beat(EPOCH, 1))  # found at once, after a standstill
+    rig.take(Ping)
+    rig.tick(250 * MS)
+    assert len(rig.take(Ping, b"g0")) == 1
 
 
 def test_a_full_queue_refuses_what_opens_and_takes_what_belongs_to_an_accepted_request(rig: Rig) -> None:
