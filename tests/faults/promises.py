@@ -153,7 +153,7 @@ PROMISES = {
                 Figure("told_s", 1, 2.5),
                 Figure("refusal_s", 0.95, 0.25),
                 Figure("refused_after_s", 1, 0.75),
-                Figure("late_s", 1, 0.25, "what waits in a worker's hands runs: two steps, and room for a busy machine"),
+                Figure("late_s", 1, 0.25, "what waits in a worker's hands runs: two steps, and room for others' work"),
             ),
         ),
         Promise(

@@ -297,7 +297,7 @@ def test_a_scheduler_that_comes_back_hears_of_the_worker_at_once(shared: WorkerP
 def test_a_signal_lets_the_batch_in_hand_finish_and_no_other_begin(
     start: Callable[..., WorkerProcess], slow_folder: Path, number: signal.Signals
 ) -> None:
-    worker = start(slow_folder, "--threads", "1")
+    worker = start(slow_folder, "--threads", "1", "--drain-timeout-s", "300")  # a busy machine takes its time
     worker.hello()
     worker.ping(1)
     worker.send(make_batch([[1] * 4096], epoch=1, batch_id=1))
