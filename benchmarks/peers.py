@@ -170,11 +170,14 @@ class Served(Contender):
 
     def embed(self, texts: list[str]) -> tuple[np.ndarray, float]:
         pieces = [texts[first : first + self._size] for first in range(0, len(texts), self._size)]
+        for connection in self._connections[: len(pieces)]:  # since the last turn the server may have closed them
+            connection.close()
+            connection.connect()
         began_s = time.perf_counter()
         if len(pieces) == 1:
             rows = [self._ask(self._connections[0], pieces[0])]
         else:
-            free = list(self._connections)
+            free = self._connections[: len(pieces)]
             rows = list(self._pool.map(lambda piece: self._ask_one_of(free, piece), pieces))
         seconds = time.perf_counter() - began_s
         return np.concatenate(rows), seconds
