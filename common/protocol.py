@@ -40,9 +40,13 @@ from common.errors import ProtocolError, VersionMismatch
 
 PROTOCOL_VERSION = 4
 
-# A header is a few hundred bytes; the largest, Hello, carries prompts. Small enough that a hostile header
-# (16 MB of nested empty lists take seconds to decode) costs nothing.
+# A header is a few hundred bytes; the largest, Hello, carries prompts and labels. Each byte of a hostile one may be an
+# empty list of 72 bytes, so what is longer than a plain header may open only so many lists and maps (Hello has eight),
+# and hold only so many elements in each: any header is read or refused in milliseconds and with 3 MiB at the most.
 MAX_HEADER_BYTES = 64 * 1024
+_PLAIN_HEADER_BYTES = 2 * 1024
+_MAX_CONTAINERS = 32
+_MAX_ELEMENTS = 12 * 1024
 MAX_FRAMES = 9
 
 # The most that a frame may hold: the transport drops the connection of a peer that sends more.
@@ -536,12 +540,40 @@ def _unpack(header: Frame) -> list[Any]:
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes; {MAX_HEADER_BYTES} are allowed")
     try:
-        value = msgpack.unpackb(header, raw=False, strict_map_key=True)
+        if len(header) <= _PLAIN_HEADER_BYTES:
+            value = msgpack.unpackb(header, max_ext_len=0, ext_hook=_refuse_extension)
+        else:
+            value = _unpack_long(header)
     except Exception as error:  # noqa: BLE001  # msgpack raises ValueError, its own tree and RecursionError
         raise ProtocolError(f"the header is not msgpack ({type(error).__name__})") from None
     if not isinstance(value, list):
         raise ProtocolError("the header is not an array")
     return value
+
+
+def _unpack_long(header: Frame) -> object:
+    containers = 0
+
+    def count(container: list[object] | dict[object, object]) -> list[object] | dict[object, object]:
+        nonlocal containers
+        containers += 1
+        if containers > _MAX_CONTAINERS:
+            raise ValueError("too many lists and maps")
+        return container
+
+    return msgpack.unpackb(
+        header,
+        max_ext_len=0,
+        ext_hook=_refuse_extension,
+        max_array_len=_MAX_ELEMENTS,
+        max_map_len=_MAX_ELEMENTS,
+        list_hook=count,
+        object_hook=count,
+    )
+
+
+def _refuse_extension(code: int, data: bytes) -> object:
+    raise ValueError("extension types do not travel")  # objects of Python's own making, a microsecond each
 
 
 def _pack(header: list[object]) -> bytes:

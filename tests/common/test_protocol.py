@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import random
+import time
+import tracemalloc
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common import protocol
 from common.errors import ProtocolError
@@ -19,6 +21,7 @@ from common.protocol import (
     ENCODINGS,
     FLOAT32,
     INT8,
+    MAX_HEADER_BYTES,
     MAX_ROWS,
     PROTOCOL_VERSION,
     SPARSE,
@@ -46,6 +49,7 @@ from common.protocol import (
     sparse_bytes,
 )
 from tests.fakes import FACTS
+from tests.rogue import bombs, mutated
 
 
 def int32(*values: int) -> np.ndarray:
@@ -389,7 +393,7 @@ def test_what_is_no_message_is_a_protocol_error(frames: list[bytes]) -> None:
 
 @pytest.mark.parametrize(
     ("num_labels", "labels"),
-    [(2, ["a"]), (0, ["a"]), (1, []), (2**40, ["a"]), (100, ["é" * 300] * 100), (20_000, [""] * 20_000)],
+    [(2, ["a"]), (0, ["a"]), (1, []), (2**40, ["a"]), (100, ["é" * 300] * 100), (12_000, [""] * 12_000)],
     ids=["too few", "of no score", "none", "a bomb", "too long", "too many"],
 )
 def test_labels_without_a_name_each_or_without_a_bound_are_a_protocol_error(num_labels: int, labels: list[str]) -> None:
@@ -402,24 +406,73 @@ def test_labels_without_a_name_each_or_without_a_bound_are_a_protocol_error(num_
         decode([msgpack.packb(header)])
 
 
-@settings(max_examples=2000, deadline=None)
-@given(seed=st.integers(0, 2**32), source=st.integers(0, len(MESSAGES) - 1))
-def test_mutated_messages_decode_or_are_protocol_errors(seed: int, source: int) -> None:
-    rng = random.Random(seed)
-    frames = [bytearray(frame) for frame in encode(MESSAGES[source])]
-    for _ in range(rng.randint(1, 4)):
-        frame = rng.choice(frames)
-        action = rng.randrange(4)
-        if action == 0 and frame:
-            frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
-        elif action == 1:
-            del frame[rng.randint(0, len(frame)) :]
-        elif action == 2:
-            frame.extend(rng.randbytes(rng.randint(1, 9)))
+@pytest.mark.slow
+def test_of_fifty_thousand_changed_messages_each_decodes_or_is_a_protocol_error() -> None:
+    refused = 0
+    for seed in range(50_000):
+        frames = mutated(random.Random(seed), MESSAGES)
+        try:
+            message = decode(frames)
+        except ProtocolError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"the frames of seed {seed}") from error
         else:
-            frames.append(bytearray(rng.choice(frames)))
+            assert_equal(decode([bytes(frame) for frame in encode(message)]), message)
+    assert 35_000 < refused < 49_000  # else the changes are not what they are meant to be
+
+
+def hello_header(**changes: object) -> bytes:
+    """Of a Hello, with some of its facts replaced."""
+    header = msgpack.unpackb(encode(Hello(PROTOCOL_VERSION, "worker-0", 12, FACTS))[0])
+    names = [field.name for field in dataclasses.fields(FACTS)]
+    for name, value in changes.items():
+        header[4][names.index(name)] = value
+    return msgpack.packb(header)
+
+
+# What a bomb may not be, and what is all well formed and merely much.
+COSTLY_HEADERS = bombs() | {
+    "texts in a Hello": hello_header(tasks=[""] * 64_000),
+    "as many texts as a Hello may have": hello_header(
+        tasks=[""] * 12_288, encodings=[""] * 12_288, num_labels=10_900, labels=[""] * 10_900
+    ),
+    "prompts": hello_header(prompts={f"{number:x}": "" for number in range(10_000)}),
+    "prompts that are named by numbers": hello_header(prompts=dict.fromkeys(range(10_000), "")),
+}
+
+
+@pytest.mark.parametrize("header", COSTLY_HEADERS.values(), ids=COSTLY_HEADERS)
+def test_no_header_takes_long_or_much_memory(header: bytes) -> None:
+    def read() -> float:
+        begun_s = time.process_time()
+        with contextlib.suppress(ProtocolError):
+            decode([header])
+        return time.process_time() - begun_s
+
+    assert len(header) <= MAX_HEADER_BYTES
+    tracemalloc.start()
     try:
-        message = decode([bytes(frame) for frame in frames])
-    except ProtocolError:
-        return
+        read()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    gc.disable()  # other tests' objects: going through them is not what a header costs
+    try:
+        assert min(read() for _ in range(5)) < 0.005
+    finally:
+        gc.enable()
+    # An integer has 32 bytes and a place of 8 in its list, and the shortest that is not one of Python's own has one.
+    assert peak_bytes < 3 * 2**20
+
+
+def test_a_long_header_of_few_lists_is_read() -> None:
+    message = Hello(
+        PROTOCOL_VERSION,
+        "worker-0",
+        12,
+        dataclasses.replace(
+            FACTS, num_labels=4000, labels=[f"{number}" for number in range(4000)], prompts={"query": "find " * 2000}
+        ),
+    )
     assert_equal(decode([bytes(frame) for frame in encode(message)]), message)
