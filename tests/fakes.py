@@ -143,7 +143,7 @@ class FakeWorker:
     """A worker on a thread of its own, with the real socket and handshake; `answer` decides what a batch comes to.
 
     `answer` returns the message to send, or None to say nothing. Its process, which a scheduler may kill, is a child
-    that does nothing. Stop it with `close`.
+    that does nothing. Stop it with `close`; `mute` has it say nothing more, as if it were stopped.
     """
 
     def __init__(
@@ -156,12 +156,14 @@ class FakeWorker:
     ) -> None:
         self.batches: list[Batch] = []
         self.refusals: list[Message] = []
+        self.welcomed = False
         self.process = subprocess.Popen(["sleep", "600"])
         self._hello = Hello(PROTOCOL_VERSION, name, self.process.pid, facts)
         self._answer = answer or oracle_result
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = Dealer(self._context, address(run_dir, "workers"), "w")
         self._stop = threading.Event()
+        self._mute = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()
 
@@ -175,15 +177,22 @@ class FakeWorker:
         self._dealer.close()
         self._context.term()
 
+    def mute(self) -> None:
+        self._mute.set()
+
     def _run(self) -> None:
         epoch: int | None = None
         while not self._stop.is_set():
+            if self._mute.is_set():
+                self._stop.wait(0.02)
+                continue
             self._dealer.send(self._hello if epoch is None else Beat(epoch, 0))
             if not self._dealer.socket.poll(20):
                 continue
             while (message := self._dealer.receive()) is not None:
                 if isinstance(message, Ping):
                     epoch = message.epoch
+                    self.welcomed = True
                 elif isinstance(message, Batch):
                     self.batches.append(message)
                     reply = self._answer(message)

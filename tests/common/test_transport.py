@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from common.protocol import Beat, Cancel
 from common.transport import AddressInUse, Dealer, Lock, PeerGone, Router, address, prepare_run_dir
 
 Context = zmq.Context[zmq.Socket[bytes]]
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -156,3 +159,41 @@ def test_a_run_folder_of_another_user_is_refused(run_dir: str) -> None:
 def test_a_run_folder_whose_sockets_would_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="too long"):
         address("/tmp/" + "x" * 120, "workers")
+
+
+# A process of another user that connects, and says hello as ZeroMQ does: what became of it.
+_OUTSIDER = """
+import os, socket, sys
+if int(sys.argv[2]) != os.getuid():
+    os.setgroups([])
+    os.setgid(int(sys.argv[2]))
+    os.setuid(int(sys.argv[2]))
+peer = socket.socket(socket.AF_UNIX)
+peer.settimeout(5)
+try:
+    peer.connect(sys.argv[1])
+    peer.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03")
+    print("answered" if peer.recv(64) else "hung up on")
+except PermissionError:
+    print("kept out")
+except (ConnectionResetError, BrokenPipeError):
+    print("hung up on")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_kept_out_by_the_folder_and_hung_up_on_where_that_was_opened(
+    run_dir: str, router: Router
+) -> None:
+    def connect_as(user: int) -> str:
+        command = [sys.executable, "-S", "-c", _OUTSIDER, f"{run_dir}/workers.sock", str(user)]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=20, check=True)
+        return found.stdout.strip()
+
+    Path(run_dir).parent.chmod(0o755)
+    assert connect_as(NOBODY) == "kept out"
+    Path(run_dir).chmod(0o755)
+    Path(run_dir, "workers.sock").chmod(0o777)
+    assert connect_as(NOBODY) == "hung up on"
+    assert connect_as(os.getuid()) == "answered"

@@ -444,6 +444,60 @@ def test_results_of_another_epoch_or_an_unknown_batch_change_nothing(rig: Rig) -
     assert len(rig.take(Reply)) == 1
 
 
+def state(rig: Rig) -> object:
+    """What the scheduler owes and waits for."""
+    return (
+        {gateway.name: sorted(gateway.requests) for gateway in rig.core._gateways.values()},
+        {worker.name: list(worker.in_flight) for worker in rig.core._fleet.all()},
+        [(id(pending), pending.unanswered) for pending in rig.core._queue.pending()],
+        rig.core._queue.num_tokens,
+    )
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["a result", "a failure"])
+@pytest.mark.parametrize(
+    "source",
+    ["another epoch", "an unknown batch", "another worker", "a finished batch", "a stranger", "an earlier attempt"],
+)
+def test_what_does_not_answer_a_batch_of_its_sender_is_counted_and_changes_nothing(
+    rig: Rig, metrics: Metrics, source: str, failed: bool
+) -> None:
+    def answer(batch: Batch, epoch: int = EPOCH) -> Message:
+        if failed:
+            return BatchFailed(epoch, batch.batch_id, "raised")
+        return Result(epoch, batch.batch_id, 5000, np.zeros(0, dtype=np.int32), oracle_rows(batch))
+
+    rig.hello(b"w1")
+    for request_id in range(6):
+        rig.request(request_id, [1, 2])
+    batches = rig.take(Batch, b"w0")
+    late, late_peer = answer(batches[0]), b"w0"
+    if source == "another epoch":
+        late = answer(batches[0], EPOCH + 1)
+    elif source == "an unknown batch":
+        late = answer(dataclasses.replace(batches[0], batch_id=10**9))
+    elif source == "another worker":
+        late_peer = b"w1"
+    elif source == "a finished batch":
+        rig.finish(batches[0])
+    elif source == "a stranger":
+        late_peer = b"w9"
+    else:  # the worker was given up and has come back as somebody new; what it held runs elsewhere, or again
+        rig.worker_lost(b"w0")
+        rig.hello(b"w0-again")
+        late_peer = b"w0-again"
+    for kind in (Reply, Replies, Failure, Batch):
+        rig.take(kind)
+    before, counted = state(rig), metrics.stale_messages._value.get()
+
+    rig.worker(late, late_peer)
+
+    assert state(rig) == before
+    assert metrics.stale_messages._value.get() == counted + 1
+    assert [rig.take(kind) for kind in (Reply, Replies, Failure, Batch)] == [[], [], [], []]
+    assert rig.killed == []
+
+
 # --- rows that are not one a sequence ---
 
 # Of three sequences, the last as a whole.

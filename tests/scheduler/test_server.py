@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import msgpack
@@ -163,6 +164,44 @@ def test_a_worker_whose_result_is_nonsense_is_killed(run_dir: str, start_worker:
     assert worker.process.wait(10) == -signal.SIGKILL
 
 
+def test_a_worker_whose_place_is_taken_is_refused_and_the_first_one_goes_on(
+    run_dir: str, start_worker: StartWorker, gateway: Gateway
+) -> None:
+    first = start_worker()
+    gateway.wait_for_workers(1)
+    rival = start_worker()
+    end = time.monotonic() + 5
+    while not rival.refusals:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert rival.refusals[0].code == "duplicate_name"
+    rival.close()
+    gateway.dealer.send(make_request(7, [1, 2, 3]))
+    assert gateway.wait_for(Reply).request_id == 7
+    assert first.refusals == []
+
+
+@pytest.mark.slow
+def test_a_worker_takes_the_place_of_one_that_has_fallen_silent_within_three_seconds(
+    run_dir: str, start_worker: StartWorker, gateway: Gateway
+) -> None:
+    silent = start_worker()
+    gateway.wait_for_workers(1)
+    silent.mute()
+    begun_s = time.monotonic()
+    while True:  # as a supervisor would: each that is refused ends and is started again
+        rival = start_worker()
+        while not (rival.refusals or rival.welcomed):
+            time.sleep(0.01)
+        if rival.welcomed:
+            break
+        rival.close()
+    assert time.monotonic() - begun_s < 3
+    assert silent.process.wait(5) == -signal.SIGKILL
+    gateway.dealer.send(make_request(7, [1, 2, 3]))
+    assert gateway.wait_for(Reply).request_id == 7
+
+
 def test_a_removed_socket_file_is_bound_again(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
     (Path(run_dir) / "workers.sock").unlink()
     end = time.monotonic() + 5
@@ -173,33 +212,42 @@ def test_a_removed_socket_file_is_bound_again(run_dir: str, start_worker: StartW
     gateway.wait_for_workers(1)
 
 
-def test_another_protocol_version_is_refused_with_a_reason(
-    run_dir: str, start_worker: StartWorker, gateway: Gateway
-) -> None:
-    gateway.dealer.send(Join(PROTOCOL_VERSION + 1, "gateway-1", os.getpid()))
-    refuse = gateway.wait_for(Refuse)
-    assert isinstance(refuse, Refuse)
-    assert refuse.code == "version"
+def introduction(role: str, version: int) -> list[bytes]:
+    """Of a peer of another version, which may have other fields as well: facts of 18, as protocol 1 had them."""
+    if role == "gateways":
+        return [msgpack.packb([1, version, f"gateway-{version}", os.getpid(), []])]
+    facts = ["x"] * 18 if version != PROTOCOL_VERSION else [getattr(FACTS, field.name) for field in fields(FACTS)]
+    return [msgpack.packb([4, version, f"worker-{version}", os.getpid(), facts, []])]
 
 
-def test_a_worker_of_another_version_is_refused_whatever_else_its_introduction_holds(
-    run_dir: str, start_scheduler: Callable[[], RunningScheduler]
+@pytest.mark.parametrize("role", ["gateways", "workers"])
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
+def test_a_peer_of_this_version_is_taken_in_and_one_of_another_is_told_why_not_within_a_second(
+    run_dir: str,
+    start_scheduler: Callable[[], RunningScheduler],
+    caplog: pytest.LogCaptureFixture,
+    role: str,
+    version: int,
 ) -> None:
     start_scheduler()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = Dealer(context, address(run_dir, "workers"), "w")
-    assert dealer.socket.poll(5000, zmq.POLLOUT)
-    # As protocol 1 had it: facts of 18 fields.
-    hello = [4, PROTOCOL_VERSION - 1, "worker-0", os.getpid(), ["x"] * 18, []]
-    dealer.socket.send_multipart([msgpack.packb(hello)])
+    dealer = Dealer(context, address(run_dir, role), "x")
+    try:
+        assert dealer.socket.poll(5000, zmq.POLLOUT)
+        dealer.socket.send_multipart(introduction(role, version))
 
-    assert dealer.socket.poll(10_000)
-    refuse = dealer.receive()
+        assert dealer.socket.poll(1000)
+        answer = dealer.receive()
+    finally:
+        dealer.close()
+        context.term()
 
-    assert isinstance(refuse, Refuse)
-    assert refuse.code == "version"
-    dealer.close()
-    context.term()
+    if version == PROTOCOL_VERSION:
+        assert isinstance(answer, Welcome if role == "gateways" else Ping)
+        return
+    reason = f"this scheduler speaks protocol 4, the peer {version}; install one version of hedgerow"
+    assert answer == Refuse("version", reason)
+    assert reason in caplog.text
 
 
 @pytest.mark.slow
