@@ -67,6 +67,9 @@ ByteMatrix: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 2)]
 # Of one sequence: [spans, 2] where each starts and stops within it.
 Spans: TypeAlias = npt.NDArray[np.int32]
 
+# What an element of an Int32Vector may be, and a process's number.
+_MAX_INT32 = 2**31 - 1
+
 # The names of a model's labels, all together: Hello has room for as much again beside them.
 MAX_LABELS_BYTES = 32 * 1024
 
@@ -140,6 +143,9 @@ class Join:
     name: str  # the stable name, for example gateway-0; a socket identity is fresh at every start
     pid: int
 
+    def __post_init__(self) -> None:
+        _check_pid(self.pid)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -169,6 +175,8 @@ class Request:
 
     def __post_init__(self) -> None:
         _check_sequences(self)
+        if self.dimensions > _MAX_INT32:
+            raise ValueError("more dimensions than a Batch can say")
         if self.encoding not in ENCODINGS:
             raise ValueError("an encoding that there is not")
         if self.lane not in LANES:
@@ -193,6 +201,9 @@ class Hello:
     name: str
     pid: int
     facts: ModelFacts
+
+    def __post_init__(self) -> None:
+        _check_pid(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,6 +491,11 @@ def read_sparse(row: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int32], npt.
     return columns.view("<i4"), values.view("<f4")
 
 
+def _check_pid(pid: int) -> None:
+    if not 0 < pid <= _MAX_INT32:
+        raise ValueError("a number that no process has")
+
+
 def _check_sequences(message: Request | Batch) -> None:
     lengths, token_ids = message.lengths, message.token_ids
     if len(lengths) == 1:  # as most requests: each reduction of an array takes a microsecond or two
@@ -623,6 +639,8 @@ def _parse_facts(value: object) -> ModelFacts:
     if not isinstance(value, list) or len(value) != len(parsers):
         raise TypeError(f"needs the {len(parsers)} facts of a model")
     facts = ModelFacts(**{name: parse(item) for (name, parse), item in zip(parsers, value, strict=True)})
+    if facts.max_batch_tokens < 1 or not 1 <= facts.dimensions <= _MAX_INT32:
+        raise ValueError("a model of no dimensions, or a step of no tokens")
     if len(facts.labels) != facts.num_labels or labels_bytes(facts.labels) > MAX_LABELS_BYTES:
         raise ValueError(f"needs a name for each label, of at most {MAX_LABELS_BYTES} bytes together")
     return facts

@@ -363,6 +363,9 @@ def test_replies_need_three_numbers_for_each_row(answers: npt.ArrayLike) -> None
         request_frames(request_id=True),
         request_frames(request_id=1.0),
         request_frames(request_id=2**63),
+        request_frames(dimensions=2**31),
+        [msgpack.packb([1, PROTOCOL_VERSION, "gateway-0", 0, []])],
+        [msgpack.packb([1, PROTOCOL_VERSION, "gateway-0", 2**31, []])],
         request_frames(opens=1),
         request_frames(lane=b"online"),
         request_frames(encoding="int4"),
@@ -464,6 +467,20 @@ def test_no_header_takes_long_or_much_memory(header: bytes) -> None:
         gc.enable()
     # An integer has 32 bytes and a place of 8 in its list, and the shortest that is not one of Python's own has one.
     assert peak_bytes < 3 * 2**20
+
+
+@pytest.mark.parametrize("pid", [0, 2**31, 2**63 - 1])
+def test_a_number_that_no_process_has_is_a_protocol_error(pid: int) -> None:
+    header = msgpack.unpackb(encode(Hello(PROTOCOL_VERSION, "worker-0", 12, FACTS))[0])
+    header[3] = pid
+    with pytest.raises(ProtocolError, match="no process"):
+        decode([msgpack.packb(header)])
+
+
+@pytest.mark.parametrize("facts", [{"dimensions": 0}, {"dimensions": 2**31}, {"max_batch_tokens": 0}], ids=str)
+def test_a_model_that_no_batch_could_be_made_for_is_a_protocol_error(facts: dict[str, int]) -> None:
+    with pytest.raises(ProtocolError, match="no dimensions"):
+        decode([hello_header(**facts)])
 
 
 def test_a_long_header_of_few_lists_is_read() -> None:

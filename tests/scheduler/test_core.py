@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import TypeVar
 
 import numpy as np
 import pytest
 
+from common.errors import ProtocolError
 from common.metrics import Metrics
 from common.protocol import (
     BINARY,
@@ -30,9 +32,12 @@ from common.protocol import (
     Request,
     Result,
     Welcome,
+    decode,
+    encode,
 )
 from scheduler.core import Action, Kill, Scheduler
 from tests.fakes import DIMENSIONS, FACTS, oracle_row, oracle_rows, oracle_vector
+from tests.rogue import mutated
 
 EPOCH = 7
 MS = 1_000_000
@@ -105,6 +110,11 @@ class Rig:
     ) -> None:
         rows = oracle_rows(batch)
         self.worker(Result(EPOCH, batch.batch_id, step_us, np.array(nonfinite, dtype=np.int32), rows), peer)
+
+    def sent(self) -> list[tuple[bytes, Message]]:
+        """All that is on the record, which is empty then."""
+        sent, self._sent = self._sent, []
+        return sent
 
     def take(self, kind: type[M], peer: bytes | None = None) -> list[M]:
         """The messages of one kind (to one peer) so far; they are taken off the record."""
@@ -503,6 +513,51 @@ def test_what_does_not_answer_a_batch_of_its_sender_is_counted_and_changes_nothi
 # Of three sequences, the last as a whole.
 SEQUENCES = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 SPANS = [[(0, 1), (1, 3)], [(1, 2)], [(0, 4)]]
+
+
+@pytest.mark.slow
+def test_no_message_that_can_be_read_stops_the_scheduler_whatever_it_says(metrics: Metrics) -> None:
+    rng = random.Random(1)
+    request = make_request(1, [1024, 1025], [1026])
+    from_gateways = [
+        Join(PROTOCOL_VERSION, "g0", 1),
+        request,
+        dataclasses.replace(request, request_id=2, lane="backfill", encoding="int8"),
+        make_request(3, *SEQUENCES, spans=SPANS),
+        Cancel(1),
+        Beat(EPOCH, 0),
+        Goodbye("leaves"),
+    ]
+    from_workers = [
+        Hello(PROTOCOL_VERSION, "w9", 1, FACTS),
+        Result(EPOCH, 1, 10, np.zeros(0, dtype=np.int32), np.ones((2, 64), dtype=np.uint8)),
+        BatchFailed(EPOCH, 1, "raised"),
+        Beat(EPOCH, 0),
+        Goodbye("leaves"),
+    ]
+    understood = 0
+    for number in range(20_000):
+        if number % 200 == 0:
+            rig = Rig(metrics)
+        rig.hello()  # again: whoever spoke for them may have made them leave
+        rig.join()
+        is_gateways = rng.random() < 0.7
+        frames = mutated(rng, from_gateways if is_gateways else from_workers)
+        try:
+            message = decode(frames)
+        except ProtocolError:
+            continue
+        understood += 1
+        if is_gateways:
+            rig.gateway(message)
+        else:
+            rig.worker(message, rng.choice([b"w0", b"w9"]))
+        for batch in rig.take(Batch, b"w0"):
+            rig.finish(batch)
+        rig.tick(rng.randrange(300) * MS)
+        for _, sent in rig.sent():
+            encode(sent)
+    assert understood > 1000
 
 
 def test_requests_with_and_without_spans_share_a_batch_and_each_gets_its_own_rows(rig: Rig) -> None:
