@@ -582,7 +582,7 @@ def _unpack_long(header: Frame) -> object:
         max_ext_len=0,
         ext_hook=_refuse_extension,
         max_array_len=_MAX_ELEMENTS,
-        max_map_len=_MAX_ELEMENTS,
+        max_map_len=_MAX_ELEMENTS // 4,
         list_hook=count,
         object_hook=count,
     )

@@ -131,13 +131,16 @@ class Router:
             raise
 
     def ensure_bound(self) -> bool:
-        """Bind again if the socket's file was deleted or replaced. True when that was needed."""
+        """Bind again if the socket's file was deleted or replaced. True when that was needed.
+
+        Who is connected stays so: the old address is not unbound, which would cut off all who came by it. It keeps a
+        descriptor instead, until the end.
+        """
         try:
             if self._path.stat().st_ino == self._inode:
                 return False
         except FileNotFoundError:
             pass
-        # Not unbound before: that would end the connection of everybody who came by the old file, and needs none.
         self._bind()
         return True
 

@@ -462,7 +462,8 @@ def test_no_header_takes_long_or_much_memory(header: bytes) -> None:
         tracemalloc.stop()
     gc.disable()  # other tests' objects: going through them is not what a header costs
     try:
-        assert min(read() for _ in range(5)) < 0.005
+        # 5 ms on a core of its own; three are the most that was measured there.
+        assert min(read() for _ in range(5)) < 0.01
     finally:
         gc.enable()
     # An integer has 32 bytes and a place of 8 in its list, and the shortest that is not one of Python's own has one.

@@ -100,15 +100,25 @@ def test_bytes_that_are_no_message_are_a_protocol_error_and_the_next_message_arr
     assert received[1] == Beat(1, 2)
 
 
-def test_a_deleted_socket_file_is_noticed_and_new_peers_can_connect(
-    run_dir: str, context: Context, router: Router
+def test_a_deleted_socket_file_is_bound_again_for_newcomers_and_who_is_connected_stays_so(
+    run_dir: str, context: Context, router: Router, dealer: Dealer
 ) -> None:
+    wait_until_connected(dealer)
+    dealer.send(Beat(1, 2))
+    assert router.socket.poll(5000)
+    peer, _ = router.receive() or (b"", None)
     assert not router.ensure_bound()
     (Path(run_dir) / "workers.sock").unlink()
+
     assert router.ensure_bound()
+
     newcomer = Dealer(context, address(run_dir, "workers"), "w")
     wait_until_connected(newcomer)
     newcomer.close()
+    router.send(peer, Cancel(3))
+    assert dealer.socket.poll(5000)
+    assert dealer.receive() == Cancel(3)
+    assert not router.ensure_bound()
 
 
 def test_who_was_connected_stays_so_when_a_deleted_socket_file_is_bound_again(
