@@ -44,6 +44,7 @@ from common.protocol import (
 from scheduler.admission import RECOVERY_NS, Admission, no_capacity
 from scheduler.batching import MAX_LOSSES, SHARES, BatchQueue, Part, Pending, Shares
 from scheduler.fleet import MISSING_NS, TYPICAL_LENGTH, BadResult, Fleet, InFlight, Worker, check_result, with_loss
+from scheduler.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,8 @@ class Scheduler:
         self._shares = Shares()
         self._arrived_ns = dict.fromkeys(LANES, now_ns - _PRESENT_NS)  # when something last came, by lane
         self._fleet = Fleet(epoch, latency_target_ms)
+        # An epoch is random, new at every start, and told to nobody but our own processes.
+        self._quarantine = Quarantine(epoch.to_bytes(8, "little"))
         self._gateways: dict[bytes, _Gateway] = {}
         self._facts: ModelFacts | None = None
         self._metrics = metrics
@@ -309,9 +312,11 @@ class Scheduler:
             # Only what it was running can have to do with its end.
             running = batches[0].parts if batches and reason != "reconnected" else []
             parts = [with_loss(part) if any(part is other for other in running) else part for part in parts]
-        error = InputQuarantined(f"Workers died or failed {MAX_LOSSES} times while they ran this input. Leave it out.")
         for part in parts:
-            self._retry(part, error)
+            if part.losses >= MAX_LOSSES:
+                self._give_up(part, now_ns)
+            else:
+                self._retry(part, now_ns)
         self._announce(now_ns)
 
     def _run_again(self, worker: Worker, batches: list[InFlight]) -> None:
@@ -322,6 +327,15 @@ class Scheduler:
                 if not part.pending.settled:
                     self._metrics.retried_sequences.inc(part.num_sequences)
                     self._queue.push(part)
+
+    def _give_up(self, part: Part, now_ns: int) -> None:
+        """Remember a sequence that a worker has died of once too often, and fail all that hold it."""
+        self._quarantine.add(part, now_ns)
+        logger.warning("an input of %d tokens is in quarantine: %d workers died of it", part.num_tokens, part.losses)
+        if not part.pending.settled:
+            self._refuse_quarantined(part, now_ns)
+        for pending in self._queue.pending():
+            self._refuse_quarantined(Part(pending, 0, len(pending.request.lengths)), now_ns)
 
     def _lose_gateway(self, gateway: _Gateway, reason: str) -> None:
         logger.info(
@@ -357,7 +371,9 @@ class Scheduler:
             if error is not None:
                 self._settle(pending, error)
                 return
-        self._queue.push(Part(pending, 0, len(request.lengths)))
+        part = Part(pending, 0, len(request.lengths))
+        if not self._refuse_quarantined(part, now_ns):
+            self._queue.push(part)
 
     def _on_gateway_beat(self, gateway: _Gateway, beat: Beat, now_ns: int) -> None:
         """One that waits for more than there is here has lost some of it on either way: have it join again."""
@@ -413,8 +429,11 @@ class Scheduler:
         self._last_progress_ns = now_ns
         self._metrics.batches.labels("failed").inc()
         # Not this worker's death, yet the same question: which of these sequences did it? So the same ladder.
-        for part in batch.parts:
-            self._retry(with_loss(part), InternalError("The model failed on this input."))
+        for part in map(with_loss, batch.parts):
+            if part.losses < MAX_LOSSES:
+                self._retry(part, now_ns)
+            elif not part.pending.settled:
+                self._settle(part.pending, InternalError("The model failed on this input."), part.start)
 
     def _released(self, worker: Worker, epoch: int, batch_id: int, now_ns: int) -> InFlight | None:
         batch = self._fleet.release(worker, batch_id, now_ns) if epoch == self.epoch else None
@@ -452,14 +471,21 @@ class Scheduler:
         messages += [Replies.of(single)] if len(single) > 1 else single
         self._actions.extend(ToGateway(peer, message) for message in messages)
 
-    def _retry(self, part: Part, error: ServiceError) -> None:
-        if part.pending.settled:
-            return
-        if part.losses >= MAX_LOSSES:
-            self._settle(part.pending, error, part.start)
+    def _retry(self, part: Part, now_ns: int) -> None:
+        if part.pending.settled or self._refuse_quarantined(part, now_ns):
             return
         self._metrics.retried_sequences.inc(part.num_sequences)
         self._queue.push(part)
+
+    def _refuse_quarantined(self, part: Part, now_ns: int) -> bool:
+        """Fail the request of sequences of which workers are known to have died; whether it did."""
+        if not self._quarantine or (sequence := self._quarantine.find(part, now_ns)) is None:
+            return False
+        error = InputQuarantined(
+            f"Workers died {MAX_LOSSES} times while they ran this input, lately. Leave it out of the request."
+        )
+        self._settle(part.pending, error, sequence)
+        return True
 
     def _settle(self, pending: Pending, error: ServiceError, sequence: int | None = None) -> None:
         """Answer a request with its failure."""

@@ -789,6 +789,70 @@ def test_an_input_that_kills_three_workers_is_given_up_and_its_neighbours_are_se
     assert (failure.code, failure.sequence) == ("input_quarantined", 5)
 
 
+def die_of(rig: Rig, token: int) -> int:
+    """Let workers die of a sequence of this token, as long as any is given one; how many did. One is there after it."""
+    for deaths in range(10):
+        peer = b"w%d" % deaths
+        held = rig.take(Batch, peer)
+        while held and token not in ids(held[0]):
+            rig.finish(held.pop(0), peer)
+            held += rig.take(Batch, peer)
+        if not held:
+            return deaths
+        rig.worker_lost(peer)
+        rig.hello(b"w%d" % (deaths + 1))
+    raise AssertionError("it goes on killing")
+
+
+def test_an_input_that_workers_died_of_is_refused_without_running_when_it_is_sent_again(rig: Rig) -> None:
+    rig.request(1, [666])
+    assert die_of(rig, 666) == 3
+    rig.request(2, [1], [666], [2])
+    rig.request(3, [666], opens=False)
+    rig.request(4, [667])
+    refused = [(failure.request_id, failure.code, failure.sequence) for failure in rig.take(Failure)]
+    assert refused == [(1, "input_quarantined", 0), (2, "input_quarantined", 1), (3, "input_quarantined", 0)]
+    assert [ids(batch) for batch in rig.take(Batch)] == [[667]]
+
+
+def test_copies_of_a_deadly_input_cost_no_workers_of_their_own(rig: Rig) -> None:
+    rig.request(1, [666])
+    rig.request(2, [5], [666])
+    rig.request(3, [666], lane="backfill")
+    rig.request(4, [6])
+    assert die_of(rig, 666) == 3
+    refused = [(failure.request_id, failure.code, failure.sequence) for failure in rig.take(Failure)]
+    assert sorted(refused) == [
+        (1, "input_quarantined", 0),
+        (2, "input_quarantined", 1),
+        (3, "input_quarantined", 0),
+    ]
+    assert [reply.request_id for reply in rig.take(Reply)] == [4]
+
+
+def test_a_deadly_input_whose_client_has_left_is_remembered_all_the_same(rig: Rig) -> None:
+    rig.request(1, [666])
+    for peer, following in ((b"w0", b"w1"), (b"w1", b"w2")):
+        rig.take(Batch, peer)
+        rig.worker_lost(peer)
+        rig.hello(following)
+    rig.gateway(Cancel(1))
+    rig.worker_lost(b"w2")
+    rig.hello(b"w3")
+    rig.take(Batch)
+    rig.request(2, [666])
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(2, "input_quarantined")]
+
+
+def test_an_input_on_which_the_model_fails_is_not_remembered(rig: Rig) -> None:
+    for request_id in (1, 2):
+        rig.request(request_id, [666])
+        for _ in range(3):
+            (batch,) = rig.take(Batch)
+            rig.worker(BatchFailed(EPOCH, batch.batch_id, "raised"))
+    assert [failure.code for failure in rig.take(Failure)] == ["internal_error"] * 2
+
+
 def test_a_batch_that_fails_three_times_fails_its_request_and_the_worker_stays(rig: Rig) -> None:
     rig.request(1, [1])
     for _ in range(3):
