@@ -15,7 +15,8 @@ scheduler sends it as a `Failure` message (`protocol.py`) and `from_wire` makes 
     ├── NotFound                404  unknown_route, model_not_found
     ├── MethodNotAllowed        405  method_not_allowed
     ├── RequestTimeout          408  request_timeout: the request did not arrive in time
-    ├── TooLarge                413  body_too_large, too_many_chunks
+    ├── TooLarge                413  body_too_large, too_many_chunks: the rest of it is not read
+    ├── InputTooLarge           413  input_too_large_for_device: not even alone does it fit into a worker's memory
     ├── UnsupportedMedia        415  unsupported_media_type, unsupported_encoding
     ├── Overloaded              429  overloaded: the queue is full
     ├── RateLimited             429  rate_limit_exceeded: the key's own share of tokens is used up
@@ -148,6 +149,14 @@ class TooLarge(ServiceError):
     default_code = "body_too_large"
 
 
+class InputTooLarge(ServiceError):
+    """The request has been read; only what it asks for is too large."""
+
+    status = 413
+    type = "invalid_request_error"
+    default_code = "input_too_large_for_device"
+
+
 class UnsupportedMedia(ServiceError):
     status = 415
     type = "invalid_request_error"
@@ -206,6 +215,7 @@ _WIRE_CLASSES: dict[str, type[ServiceError]] = {
         InternalError,
         NonfiniteOutput,
         InputQuarantined,
+        InputTooLarge,
         Unavailable,
         ShuttingDown,
         DeadlineExceeded,

@@ -220,6 +220,8 @@ class Result:
     step_us: int  # from the start of the step to its last byte on the host
     nonfinite: Int32Vector  # [rows that are NaN or infinite]
     rows: ByteMatrix  # [rows, row bytes]
+    # Tokens of each piece that it ran in, one after the other, where the device had no memory for the batch at once.
+    pieces: Int32Vector = field(default_factory=_no_numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ class BatchFailed:
     epoch: int
     batch_id: int
     message: str
+    too_large: int | None = None  # why: the device has no memory for this sequence of the batch, not even alone
 
 
 # --- both ---

@@ -526,8 +526,8 @@ class SchedulerClient:
                 within it. Without them, each sequence makes one row over all of its tokens.
 
         Raises:
-            Overloaded, Unavailable, DeadlineExceeded, NonfiniteOutput, InternalError: see errors.py; `param` names the
-                sequence at fault where there is one.
+            Overloaded, Unavailable, DeadlineExceeded, NonfiniteOutput, InputTooLarge, InternalError: see errors.py;
+                `param` names the sequence at fault where there is one.
             InvalidRequest: one sequence has more spans than any result holds.
         """
         assert self._loop is not None, "start() comes first"

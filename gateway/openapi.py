@@ -28,7 +28,7 @@ _FAILURES = {
     404: "The model is not served here.",
     405: "Another method is needed.",
     408: "The body did not arrive in time.",
-    413: "The body is too large, or comes in too many chunks.",
+    413: "The body is too large, or comes in too many chunks; or no worker has memory for one of the inputs.",
     414: "The target is too long.",
     415: "Only plain JSON in UTF-8 is read.",
     417: "Only `100-continue` is understood.",

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from common.errors import (
     DeadlineExceeded,
     InputQuarantined,
+    InputTooLarge,
     InternalError,
     NonfiniteOutput,
     ServiceError,
@@ -43,7 +44,17 @@ from common.protocol import (
 )
 from scheduler.admission import RECOVERY_NS, Admission, no_capacity
 from scheduler.batching import MAX_LOSSES, SHARES, BatchQueue, Part, Pending, Shares
-from scheduler.fleet import MISSING_NS, TYPICAL_LENGTH, BadResult, Fleet, InFlight, Worker, check_result, with_loss
+from scheduler.fleet import (
+    MISSING_NS,
+    TYPICAL_LENGTH,
+    BadResult,
+    Fleet,
+    InFlight,
+    Worker,
+    check_result,
+    with_loss,
+    without,
+)
 from scheduler.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
@@ -213,6 +224,8 @@ class Scheduler:
         if self._needs_pruning:
             self._queue.prune()
             self._needs_pruning = False
+        for worker in self._fleet.recover(now_ns):
+            logger.info("%s gets full batches again: it may have memory for them by now", worker.name)
         if now_ns >= self._next_ping_ns:
             self._next_ping_ns = now_ns + PING_NS
             self._ping(now_ns)
@@ -400,14 +413,21 @@ class Scheduler:
         try:
             check_result(batch, result)
         except BadResult as error:
-            logger.error("%s answered batch %d with nonsense: %s", worker.name, batch.batch_id, error)  # noqa: TRY400 the peer's fault
-            worker.in_flight = {batch.batch_id: batch, **worker.in_flight}
-            self._actions.append(Kill(worker.peer))
-            self._lose(worker, "bad_result", now_ns)
+            self._distrust(worker, batch, error, now_ns)
             return
-        worker.step_time.observe(batch.num_tokens, batch.longest, result.step_us)
-        if batch.predicted_ns:
-            self._metrics.step_prediction.observe(result.step_us * 1000 / batch.predicted_ns)
+        if len(result.pieces):
+            self._fleet.note_pieces(worker, result.pieces, now_ns)
+            logger.warning(
+                "%s had no memory for %d tokens at once; for a minute it gets %d",
+                worker.name,
+                batch.num_tokens,
+                worker.fitting_tokens,
+            )
+        else:
+            worker.step_time.observe(batch.num_tokens, batch.longest, result.step_us)
+            if batch.predicted_ns:
+                self._metrics.step_prediction.observe(result.step_us * 1000 / batch.predicted_ns)
+        worker.longest = max(worker.longest, batch.longest)
         self._last_progress_ns = now_ns
         self._metrics.batches.labels("done").inc()
         nonfinite = set(result.nonfinite.tolist())
@@ -428,12 +448,46 @@ class Scheduler:
         logger.error("%s failed batch %d: %s", worker.name, batch.batch_id, failed.message)
         self._last_progress_ns = now_ns
         self._metrics.batches.labels("failed").inc()
+        if failed.too_large is not None:
+            self._on_too_large(worker, batch, failed.too_large, now_ns)
+            return
         # Not this worker's death, yet the same question: which of these sequences did it? So the same ladder.
-        for part in map(with_loss, batch.parts):
-            if part.losses < MAX_LOSSES:
-                self._retry(part, now_ns)
-            elif not part.pending.settled:
-                self._settle(part.pending, InternalError("The model failed on this input."), part.start)
+        for part in batch.parts:
+            self._retry_failed(part, InternalError("The model failed on this input."), now_ns)
+
+    def _on_too_large(self, worker: Worker, batch: InFlight, position: int, now_ns: int) -> None:
+        """The device had no memory for one sequence of a batch, even alone; its neighbours run again without blame."""
+        try:
+            others, part = without(batch, position)
+        except BadResult as nonsense:
+            self._distrust(worker, batch, nonsense, now_ns)
+            return
+        if part.num_tokens <= worker.longest:
+            # It has run as long ones before: it is the device that has less memory now, and others may have more.
+            short = Unavailable("A worker is short of memory for inputs of this length. Try again.", retry_after_s=5)
+            self._retry_failed(part, short, now_ns)
+        elif not part.pending.settled:
+            too_large = InputTooLarge(
+                f"This input has {part.num_tokens} tokens, more than the device has memory for. Split it or cut it."
+            )
+            self._settle(part.pending, too_large, part.start)
+        for other in others:
+            self._retry(other, now_ns)
+
+    def _retry_failed(self, part: Part, error: ServiceError, now_ns: int) -> None:
+        """Run sequences again that may have failed a batch; `error` is what is told once they have too often."""
+        part = with_loss(part)
+        if part.losses < MAX_LOSSES:
+            self._retry(part, now_ns)
+        elif not part.pending.settled:
+            self._settle(part.pending, error, part.start)
+
+    def _distrust(self, worker: Worker, batch: InFlight, error: BadResult, now_ns: int) -> None:
+        """A worker's answer to a batch makes no sense: end it as if it had died of the batch."""
+        logger.error("%s answered batch %d with nonsense: %s", worker.name, batch.batch_id, error)
+        worker.in_flight = {batch.batch_id: batch, **worker.in_flight}
+        self._actions.append(Kill(worker.peer))
+        self._lose(worker, "bad_result", now_ns)
 
     def _released(self, worker: Worker, epoch: int, batch_id: int, now_ns: int) -> InFlight | None:
         batch = self._fleet.release(worker, batch_id, now_ns) if epoch == self.epoch else None

@@ -6,13 +6,18 @@ the predicted end of the first, so that who arrives meanwhile still joins it.
 
 A worker is judged by progress as well as by pulse: its process may be alive with its Python hung (silence), or beat
 while its device is stuck (an overdue batch).
+
+Where a worker's device had no memory for a batch, so that it ran in pieces, the next ones have no more tokens than the
+largest piece for a minute; then as many as ever, in the hope that whoever took the memory has gone. Rejected: a budget
+that creeps up again by the second. Where memory stays short it runs into the wall every few seconds, and each time a
+worker gives up its graphs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +51,8 @@ _HANDOVER_SHARE = 0.05
 # standstill of the scheduler the beats of seconds come at once, all of them older than what it sends then.
 MISSING_NS = 2_000_000_000
 
+_SHORT_OF_MEMORY_NS = 60_000_000_000  # how long a worker gets smaller batches
+
 # The longest that one batch may take: generous, since a first step of its kind may compile for seconds. A worker gives
 # up by itself where it can see that it hangs.
 _MAX_STEP_NS = 30_000_000_000
@@ -78,6 +85,9 @@ class Worker:
     held: int = 0  # batches, by its last beat
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
+    fitting_tokens: int | None = None  # of a batch, while memory is short
+    memory_back_ns: int = 0  # from when on it is taken not to be, as long as fitting_tokens says anything
+    longest: int = 0  # tokens of the longest sequence that it has run
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +166,8 @@ class Fleet:
     def most_tokens(self, worker: Worker) -> int:
         """Of a step of this worker."""
         most = worker.facts.max_batch_tokens
+        if worker.fitting_tokens is not None:
+            most = min(most, worker.fitting_tokens)
         if not self._latency_target_ms:
             return most
         return worker.step_time.budget(self._latency_target_ms, TYPICAL_LENGTH, most)
@@ -230,6 +242,22 @@ class Fleet:
             worker.running_since_ns = now_ns
         return batch
 
+    def note_pieces(self, worker: Worker, pieces: npt.NDArray[np.int32], now_ns: int) -> None:
+        """A batch had to run in pieces of so many tokens: give this worker smaller ones for a while."""
+        worker.fitting_tokens = int(pieces.max())
+        worker.memory_back_ns = now_ns + _SHORT_OF_MEMORY_NS
+
+    def recover(self, now_ns: int) -> list[Worker]:
+        """Take memory not to be short any more where it has not been for long enough; at which workers."""
+        recovered = [
+            worker
+            for worker in self._workers.values()
+            if worker.fitting_tokens is not None and worker.memory_back_ns <= now_ns
+        ]
+        for worker in recovered:
+            worker.fitting_tokens = None
+        return recovered
+
     def on_beat(self, worker: Worker, beat: Beat, now_ns: int) -> None:
         """A beat may cross a batch on its way; where they go on missing one, it never arrived."""
         worker.held = beat.num_held
@@ -285,16 +313,19 @@ class Fleet:
 
 
 def with_loss(part: Part) -> Part:
-    return Part(part.pending, part.start, part.stop, part.losses + 1)
+    return replace(part, losses=part.losses + 1)
 
 
 def check_result(batch: InFlight, result: Result) -> None:
-    """Raises BadResult unless the result has as many rows as the batch asks for, as wide as they must be."""
+    """Raises BadResult unless the result has as many rows as the batch asks for, as wide as they must be, and pieces
+    that make up the batch, if any."""
     num_rows, num_bytes = result.rows.shape
     if num_rows != batch.num_rows or (batch.row_bytes is not None and num_bytes != batch.row_bytes):
         raise BadResult(f"rows {result.rows.shape} where the batch needs {batch.num_rows, batch.row_bytes}")
     if len(result.nonfinite) and not 0 <= int(result.nonfinite.min()) <= int(result.nonfinite.max()) < num_rows:
         raise BadResult("a row that the batch does not have is named as not finite")
+    if len(result.pieces) and (int(result.pieces.min()) < 1 or int(result.pieces.sum()) != batch.num_tokens):
+        raise BadResult("pieces that do not make up the batch")
     if batch.row_bytes is None:
         # What is not finite holds no answer, so it may say anything.
         answers = np.delete(result.rows, result.nonfinite, axis=0) if len(result.nonfinite) else result.rows
@@ -302,6 +333,28 @@ def check_result(batch: InFlight, result: Result) -> None:
             sparse_bytes(answers)
         except ProtocolError as error:
             raise BadResult(str(error)) from None
+
+
+def without(batch: InFlight, position: int) -> tuple[list[Part], Part]:
+    """A batch without its sequence at this position, and that sequence.
+
+    Raises:
+        BadResult: it has no such sequence.
+    """
+    others: list[Part] = []
+    found: Part | None = None
+    for part in batch.parts:
+        sequence = part.start + position
+        if found is None and position < part.num_sequences:
+            found = replace(part, start=sequence, stop=sequence + 1)
+            others += [replace(part, stop=sequence)] if sequence > part.start else []
+            others += [replace(part, start=sequence + 1)] if sequence + 1 < part.stop else []
+        else:
+            others.append(part)
+        position -= part.num_sequences
+    if found is None:
+        raise BadResult("a sequence that the batch does not have is named as too large")
+    return others, found
 
 
 def _type_starts(parts: list[Part]) -> npt.NDArray[np.int32]:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from common.protocol import Batch, BatchFailed, ModelFacts, Result
+from common.protocol import NO_NUMBERS, Batch, BatchFailed, ModelFacts, Result
+from worker.memory import SequenceTooLarge
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
@@ -183,7 +184,8 @@ class Compute:
         self._finished_ns = time.monotonic_ns()
         duration_ns = self._finished_ns - began_ns
         nonfinite = np.flatnonzero(result.finite == 0).astype(np.int32)
-        self._put(Result(step.batch.epoch, step.batch.batch_id, duration_ns // 1000, nonfinite, result.rows))
+        pieces = np.array(result.pieces, dtype=np.int32) if result.pieces else NO_NUMBERS
+        self._put(Result(step.batch.epoch, step.batch.batch_id, duration_ns // 1000, nonfinite, result.rows, pieces))
         self._running.remove(step)  # only now: the launcher hands on what it finds to be the oldest itself
         # After the answer is on its way: it costs tens of microseconds.
         self._metrics.steps.inc()
@@ -199,7 +201,8 @@ class Compute:
         logger.error("batch %d failed", step.batch.batch_id, exc_info=error)
         self._metrics.step_failures.inc()
         message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
-        self._put(BatchFailed(step.batch.epoch, step.batch.batch_id, message))
+        too_large = error.sequence if isinstance(error, SequenceTooLarge) else None
+        self._put(BatchFailed(step.batch.epoch, step.batch.batch_id, message, too_large))
 
     def _put(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)

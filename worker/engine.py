@@ -28,8 +28,9 @@ from worker.facts import check_pairs_and_chunks, describe, length_limit
 from worker.files import ModelError
 from worker.heads import load_scores
 from worker.layers import pack_linears
-from worker.lazy import DeviceLost, LazyTensor, Rows
+from worker.lazy import DeviceLost, LazyTensor
 from worker.loader import check_weights, load_weights
+from worker.memory import run_in_pieces
 from worker.models import build, check_dtype
 from worker.output import Output, load_output
 from worker.precompile import Precompilation
@@ -182,31 +183,35 @@ class Engine:
         A row begins with what its encoding asks for; of float32, columns from `batch.dimensions[i]` on are 0. A row
         that is not finite is no answer and is marked so; in float32 it is NaN in all its columns.
 
-        Where the device has no memory left for it, graphs give theirs back and the batch runs in two halves, one after
-        the other. On a GPU a result has to be read before the third step after its own is launched.
+        Where the device has no memory left for it, graphs give theirs back and the batch runs in pieces, one after the
+        other. On a GPU a result has to be read before the third step after its own is launched.
 
         Raises:
             BadBatch: the batch is outside the model's limits; nothing was launched.
+            SequenceTooLarge: one sequence needs more memory than there is.
             DeviceLost: the device failed for good.
-            RuntimeError: the batch failed, or a single sequence needs more memory than there is.
+            RuntimeError: the batch failed.
         """
         ragged.check(batch, self._limits)
+        lazy = self._attempt(batch)
+        if lazy is not None:
+            return lazy
+        rows = run_in_pieces(batch, self._attempt)
+        return LazyTensor(lambda: rows)
+
+    def _attempt(self, batch: Batch) -> LazyTensor | None:
+        """Launch a batch; None where there is no memory for it, after all that can be spared was given up."""
         try:
             return self._runner.run(batch)
-        except torch.OutOfMemoryError:
-            pass
         except RuntimeError as error:
-            self.check_device(error)
-            raise
+            if not _lacks_memory(error):
+                self.check_device(error)
+                raise
         # Outside the handler, whose traceback would hold on to the memory.
         self._metrics.memory_splits.inc()
         logger.warning("no memory on %s for %d tokens at once", self._device, len(batch.token_ids))
         self._runner.release_memory()
-        if len(batch.lengths) == 1:
-            return self._runner.run(batch)
-        halves = [self.step(half).numpy() for half in _halves(batch)]
-        rows = _joined(halves)
-        return LazyTensor(lambda: rows)
+        return None
 
     @property
     def has_chores(self) -> bool:
@@ -330,34 +335,9 @@ def _build_empty(architecture: str, config: JsonFile, device: torch.device, dtyp
         torch.set_default_dtype(former)
 
 
-def _halves(batch: Batch) -> tuple[Batch, Batch]:
-    """The sequences before and after about half of the tokens, at least one in each."""
-    ends = np.cumsum(batch.lengths)
-    first = int(np.searchsorted(ends, ends[-1] / 2)) + 1
-    first = min(max(first, 1), len(ends) - 1)
-    return _part(batch, 0, first), _part(batch, first, len(ends))
-
-
-def _part(batch: Batch, start: int, stop: int) -> Batch:
-    tokens = slice(int(batch.lengths[:start].sum()), int(batch.lengths[:stop].sum()))
-    return Batch(
-        epoch=batch.epoch,
-        batch_id=batch.batch_id,
-        token_ids=batch.token_ids[tokens],
-        lengths=batch.lengths[start:stop],
-        dimensions=batch.dimensions[start:stop],
-        normalize=batch.normalize[start:stop],
-        encodings=batch.encodings[start:stop],
-        type_starts=batch.type_starts[start:stop],
-        span_counts=batch.span_counts[start:stop],
-        spans=batch.spans[int(batch.span_counts[:start].sum()) : int(batch.span_counts[:stop].sum())],
-    )
-
-
-def _joined(parts: list[Rows]) -> Rows:
-    width = max(part.rows.shape[1] for part in parts)
-    rows = [np.pad(part.rows, ((0, 0), (0, width - part.rows.shape[1]))) for part in parts]
-    return Rows(np.concatenate(rows), np.concatenate([part.finite for part in parts]))
+def _lacks_memory(error: RuntimeError) -> bool:
+    # On a CPU torch has no class for it.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _full(budget: int, longest: int) -> list[int]:

@@ -26,6 +26,7 @@ class Rows:
 
     rows: npt.NDArray[np.uint8]  # [sequences, bytes of the widest row]
     finite: npt.NDArray[np.uint8]  # [sequences] 0 where there is no answer
+    pieces: tuple[int, ...] = ()  # tokens of each that it ran in, where there was no memory for the batch at once
 
 
 class LazyTensor:

@@ -203,6 +203,16 @@ class Stage:
 
         return await self._scheduled(answer)
 
+    async def short_of_memory(self) -> Scene:
+        def answer(batch: Batch) -> Message:
+            sequences = np.split(batch.token_ids, np.cumsum(batch.lengths)[:-1])
+            large = next((place for place, ids in enumerate(sequences) if list(ids).count(W9) == 2), None)
+            if large is not None:
+                return BatchFailed(batch.epoch, batch.batch_id, CANARY, large)
+            return oracle_result(batch)
+
+        return await self._scheduled(answer)
+
     async def deadly(self) -> Scene:
         workers: list[FakeWorker] = []
 

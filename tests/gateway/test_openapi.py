@@ -226,6 +226,7 @@ FAILURES = [
     errors.Unavailable("none"),
     errors.ShuttingDown("stopping"),
     errors.InputQuarantined("died", param="input[0]"),
+    errors.InputTooLarge("long", param="input[0]"),
     errors.DeadlineExceeded("late"),
 ]
 

@@ -14,6 +14,7 @@ from common.metrics import Metrics
 from common.protocol import (
     BINARY,
     FLOAT32,
+    NO_NUMBERS,
     PROTOCOL_VERSION,
     Batch,
     BatchFailed,
@@ -861,6 +862,110 @@ def test_a_batch_that_fails_three_times_fails_its_request_and_the_worker_stays(r
     assert [failure.code for failure in rig.take(Failure)] == ["internal_error"]
     rig.request(2, [2])
     assert len(rig.take(Batch, b"w0")) == 1
+
+
+# --- a device without memory for a batch ---
+
+
+def in_pieces(rig: Rig, batch: Batch, *pieces: int) -> None:
+    rows = oracle_rows(batch)
+    rig.worker(Result(EPOCH, batch.batch_id, 5000, NO_NUMBERS, rows, np.array(pieces, dtype=np.int32)))
+
+
+def lengths_of(batches: list[Batch]) -> list[list[int]]:
+    return [batch.lengths.tolist() for batch in batches]
+
+
+def test_after_a_batch_ran_in_pieces_the_next_have_as_many_tokens_as_fitted_and_in_a_minute_all_again(
+    rig: Rig,
+) -> None:
+    rig.request(1, [1] * 20, [2] * 20, [3] * 20)
+    (batch,) = rig.take(Batch)
+    in_pieces(rig, batch, 20, 20, 20)
+    assert len(rig.take(Reply)) == 1
+    four = ([4] * 10, [5] * 10, [6] * 10, [7] * 30)
+    rig.request(2, *four)
+    batches = rig.take(Batch)
+    assert lengths_of(batches) == [[10, 10], [10]]
+    for batch in batches:
+        rig.finish(batch)
+    (longer,) = rig.take(Batch)
+    assert lengths_of([longer]) == [[30]]  # longer than the budget: alone, as ever
+    rig.finish(longer)
+    rig.live(59)
+    rig.request(3, *four[:2], [6] * 5, deadline_s=1000)
+    (batch,) = rig.take(Batch)
+    assert lengths_of([batch]) == [[10, 10]]
+    rig.finish(batch)
+    rig.finish(rig.take(Batch)[0])
+    rig.live(1)
+    rig.request(4, *four, deadline_s=1000)
+    assert lengths_of(rig.take(Batch)) == [[10, 10, 10, 30]]
+
+
+def test_memory_is_short_at_one_worker_alone(rig: Rig) -> None:
+    rig.hello(b"w1")
+    rig.request(1, [1] * 20, [2] * 20)
+    (batch,) = rig.take(Batch, b"w0")
+    in_pieces(rig, batch, 20, 20)
+    rig.request(2, [3] * 20, [4] * 20, [5] * 20)
+    assert lengths_of(rig.take(Batch, b"w0")) == [[20]]
+    assert lengths_of(rig.take(Batch, b"w1")) == [[20, 20]]
+
+
+@pytest.mark.parametrize("pieces", [(20, 19), (41,), (-20, 60), (40, 0)])
+def test_pieces_that_do_not_make_up_the_batch_end_the_worker(rig: Rig, pieces: tuple[int, ...]) -> None:
+    rig.request(1, [1] * 20, [2] * 20)
+    (batch,) = rig.take(Batch)
+    in_pieces(rig, batch, *pieces)
+    assert rig.killed == [b"w0"]
+    assert rig.take(Reply) == []
+
+
+def test_an_input_without_room_alone_is_named_and_its_neighbours_run_again_without_blame(rig: Rig) -> None:
+    rig.request(100, [50])
+    rig.request(101, [50])
+    held = rig.take(Batch)
+    rig.request(1, [1], [2])
+    rig.request(2, [3], [4] * 30, [5])
+    rig.request(3, [6], [7])
+    for batch in held:
+        rig.finish(batch)
+    rig.take(Reply)
+    (batch,) = rig.take(Batch)
+    rig.worker(BatchFailed(EPOCH, batch.batch_id, "no memory", 3))
+    assert [(f.request_id, f.code, f.sequence) for f in rig.take(Failure)] == [(2, "input_too_large_for_device", 1)]
+    (batch,) = rig.take(Batch)
+    assert ids(batch) == [1, 2, 6, 7]  # at once, where suspects would have been parted
+    rig.finish(batch)
+    assert [reply.request_id for reply in rig.take(Reply)] == [1, 3]
+    assert rig.killed == []
+
+
+def test_an_input_as_long_as_others_that_ran_there_is_tried_again_and_then_told_to_come_back(rig: Rig) -> None:
+    rig.request(1, [1] * 30)
+    rig.finish(rig.take(Batch)[0])
+    rig.request(2, [2], [3] * 30)
+    failures = 0
+    while batches := rig.take(Batch):
+        for batch in batches:
+            if 3 in batch.token_ids:
+                failures += 1
+                rig.worker(BatchFailed(EPOCH, batch.batch_id, "no memory", batch.lengths.tolist().index(30)))
+            else:
+                rig.finish(batch)
+    assert failures == 3
+    (failure,) = rig.take(Failure)
+    assert (failure.request_id, failure.code, failure.sequence) == (2, "no_capacity", 1)
+    assert failure.retry_after_ms == 5000
+
+
+def test_naming_a_sequence_that_the_batch_does_not_have_ends_the_worker(rig: Rig) -> None:
+    rig.request(1, [1], [2])
+    (batch,) = rig.take(Batch)
+    rig.worker(BatchFailed(EPOCH, batch.batch_id, "no memory", 2))
+    assert rig.killed == [b"w0"]
+    assert rig.take(Failure) == []
 
 
 def test_a_worker_that_says_goodbye_hands_its_work_back_without_blame(rig: Rig) -> None:

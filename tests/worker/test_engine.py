@@ -16,10 +16,10 @@ from common.tokenization import Tokenizer, TruncationRule
 from tests.models import bert_config, bert_tensors, make_batch, random_sequences, write_bert, write_json, write_pplx
 from tests.reference import BertReference, Qwen3Reference, unit
 from tests.worker.conftest import make_engine
-from worker import engine as engine_module
 from worker.engine import Engine
 from worker.files import ModelError
 from worker.lazy import LazyTensor
+from worker.memory import SequenceTooLarge, part_of
 from worker.ragged import BadBatch
 from worker.runner import Runner
 
@@ -277,15 +277,16 @@ def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(tiny_folder: Path)
     rows = engine.step(make_batch(sequences)).numpy()
 
     np.testing.assert_allclose(rows.rows.view(np.float32), whole.rows.view(np.float32), atol=1e-6)
-    assert sum(runner.ran) == 52
-    assert runner.released > 0
+    assert runner.ran == [21, 30, 1]
+    assert rows.pieces == (21, 30, 1)
+    assert runner.released == 2  # for all of it, and for its second half
 
 
 def test_halves_keep_spans_and_types_with_their_sequences() -> None:
     spans = [[(0, 1), (1, 3)], [(0, 1)], [(1, 2), (2, 3), (3, 4)]]
     batch = make_batch([[1, 2, 3], [4], [5, 6, 7, 8]], dimensions=[3, 1, 4], type_starts=[1, 1, 2], spans=spans)
 
-    first, second = engine_module._halves(batch)
+    first, second = part_of(batch, 0, 2), part_of(batch, 2, 3)
 
     assert [half.token_ids.tolist() for half in (first, second)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert [half.dimensions.tolist() for half in (first, second)] == [[3, 1], [4]]
@@ -309,5 +310,21 @@ def test_a_sequence_that_does_not_fit_into_memory_alone_fails(tiny_folder: Path)
     engine = make_engine(tiny_folder)
     engine._runner = ShortOfMemory(engine._runner, max_tokens=30)  # type: ignore[assignment]
 
-    with pytest.raises(torch.OutOfMemoryError):
-        engine.step(make_batch(random_sequences([31, 2])))
+    with pytest.raises(SequenceTooLarge) as raised:
+        engine.step(make_batch(random_sequences([9, 9, 2, 31, 2])))
+
+    assert (raised.value.sequence, raised.value.num_tokens) == (3, 31)
+
+
+def test_a_cpu_without_memory_is_told_apart_from_a_batch_that_fails(tiny_folder: Path) -> None:
+    engine = make_engine(tiny_folder)
+
+    class Greedy(ShortOfMemory):
+        def run(self, batch: Batch) -> LazyTensor:
+            if len(batch.lengths) > 1:
+                torch.empty(2**60)
+            return super().run(batch)
+
+    engine._runner = Greedy(engine._runner, max_tokens=30)  # type: ignore[assignment]
+
+    assert engine.step(make_batch(random_sequences([4, 5]))).numpy().pieces == (4, 5)
