@@ -223,11 +223,9 @@ class Engine:
         self._runner.tend()
 
     def check_device(self, error: Exception) -> None:
-        """Raises DeviceLost: what followed `error` shows that the device is gone, not just this one step."""
-        if self._device.type == "cpu":
-            return
+        """On any thread. Raises DeviceLost: what followed `error` shows that the device is gone, not just this step."""
         try:
-            torch.cuda.synchronize(self._device)
+            self._runner.synchronize()
         except RuntimeError as lasting:
             raise DeviceLost(f"{self._device} has failed: {lasting}") from error
 

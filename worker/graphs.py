@@ -13,6 +13,9 @@ All graphs share one pool of memory: they run one after the other on one stream,
 itself before the next one runs. torch gives a pool back only as a whole. So where graphs take more
 than they may, all are dropped, and the more recently used half of them is wanted again. This module knows no model.
 
+While a capture runs, to wait for the device as a whole is an error, on any thread, and spoils the capture. So who has
+to on another thread does it by `synchronize`.
+
 Rejected: `torch.cuda.graph`, which synchronises the device and empties the allocator's caches at each capture.
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict
@@ -113,7 +117,7 @@ class _Captured:
 
 class GraphRunner:
     """Runs forward passes on one stream: eagerly, or by replaying. One thread calls it, whose current stream is to be
-    that one, but for `replay`."""
+    that one, but for `replay`; `synchronize` is for all."""
 
     def __init__(
         self,
@@ -153,6 +157,7 @@ class GraphRunner:
         self._failed: dict[Key, str] = {}
         self._size_bytes = 0
         self._next_capture_s = 0.0
+        self._capturing = threading.Lock()
         self._hot: set[Key] = set()  # of the last run, and not used in this one yet
         if lazy:
             self._wanted.update(dict.fromkeys(key for key in self._read_hot_keys() if can_run(key)))
@@ -201,7 +206,8 @@ class GraphRunner:
             if key not in self._compiled:
                 self._warm_up(key)
                 self._compiled.add(key)
-            captured = self._capture(key)
+            with self._capturing:
+                captured = self._capture(key)
         except torch.OutOfMemoryError:
             self._forget_empty_pool()
             torch.cuda.empty_cache()
@@ -227,6 +233,15 @@ class GraphRunner:
         self._show_size()
         self._write_hot_keys()
         return key in self._captured
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for all that the device has been given, and for a capture to end before.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        with self._capturing:
+            torch.cuda.synchronize(device)
 
     def release(self) -> None:
         """Give all graphs up, and their memory back."""

@@ -67,6 +67,9 @@ class Runner(Protocol):
     def release_memory(self) -> None:
         """Give up what is kept for speed alone."""
 
+    def synchronize(self) -> None:
+        """Wait for all that was launched; on any thread. Raises RuntimeError: the device has failed."""
+
 
 class HostRunner:
     """On a CPU: everything has happened when `run` returns."""
@@ -104,6 +107,9 @@ class HostRunner:
         pass
 
     def release_memory(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
         pass
 
 
@@ -328,6 +334,9 @@ class DeviceRunner:
         self.graphs.release()
         self._instances.clear()
         self._plans.clear()
+
+    def synchronize(self) -> None:
+        self.graphs.synchronize(self._stream.device)
 
     def _forward(self, key: Key, attention: Attention | None = None) -> None:
         """Launch a key's kernels on what was loaded, with this attention; if None, with the one it keeps."""

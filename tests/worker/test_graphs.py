@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -109,6 +111,57 @@ def start(doubler: Doubler, tmp_path: Path, metrics: Metrics) -> Start:
 
 def key(tokens: int) -> Key:
     return Key("triton", Capacity(tokens, 8), 0)
+
+
+class Stuck(GraphRunner):
+    """Whose captures last until they are let go; it needs no device."""
+
+    def __init__(self, folder: Path, metrics: Metrics) -> None:
+        super().__init__(
+            lambda _: None,
+            lambda _: None,
+            None,  # type: ignore[arg-type]  # nothing is launched
+            0,
+            lazy=False,
+            max_bytes=1,
+            hot_keys=folder / "hot.json",
+            can_run=lambda _: True,
+            metrics=metrics,
+        )
+        self.began = threading.Event()
+        self.may_end = threading.Event()
+
+    def _capture(self, key: Key) -> NoReturn:
+        self.began.set()
+        assert self.may_end.wait(10)
+        raise KeyboardInterrupt  # what nobody handles leaves no lock behind either
+
+
+def test_whoever_waits_for_the_device_waits_for_a_capture_to_end(tmp_path: Path, metrics: Metrics) -> None:
+    graphs = Stuck(tmp_path, metrics)
+    ended: list[str] = []
+
+    def capture() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            graphs.capture(key(64))
+        ended.append("capture")
+
+    def synchronize() -> None:
+        with pytest.raises((AssertionError, RuntimeError)):  # there is no such device
+            graphs.synchronize(torch.device("cuda", 99))
+        ended.append("synchronize")
+
+    threads = [threading.Thread(target=capture), threading.Thread(target=synchronize)]
+    threads[0].start()
+    assert graphs.began.wait(10)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert ended == []
+    graphs.may_end.set()
+    for thread in threads:
+        thread.join(10)
+
+    assert sorted(ended) == ["capture", "synchronize"]
 
 
 class TestOnADevice:
