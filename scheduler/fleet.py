@@ -50,6 +50,7 @@ _HANDOVER_SHARE = 0.05
 # Beats that tell of fewer batches than were sent for so long: these never arrived. By the clock, since after a
 # standstill of the scheduler the beats of seconds come at once, all of them older than what it sends then.
 MISSING_NS = 2_000_000_000
+_MAX_MISSING = 2  # a connection may break and come back; twice in a row, and it is the worker that cannot be understood
 
 _SHORT_OF_MEMORY_NS = 60_000_000_000  # how long a worker gets smaller batches
 
@@ -83,6 +84,7 @@ class Worker:
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
     short_since_ns: int | None = None  # since when its beats tell of fewer batches than were sent
     held: int = 0  # batches, by its last beat
+    num_missing: int = 0  # how often what it was sent never arrived, without any result since
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
     fitting_tokens: int | None = None  # of a batch, while memory is short
@@ -239,6 +241,7 @@ class Fleet:
         """Take a finished batch out of a worker's hands; None if it was not there (a past incarnation's)."""
         batch = worker.in_flight.pop(batch_id, None)
         if batch is not None:
+            worker.num_missing = 0
             worker.running_since_ns = now_ns
         return batch
 
@@ -286,16 +289,19 @@ class Fleet:
             since_ns = worker.short_since_ns
             if since_ns is not None and now_ns - since_ns >= MISSING_NS and worker.in_flight and worker.held == 0:
                 worker.short_since_ns = None
+                worker.num_missing += 1
                 missing.append((worker, list(worker.in_flight.values())))
                 worker.in_flight.clear()
         return missing
 
     def lost(self, now_ns: int) -> list[tuple[Worker, str]]:
-        """The workers that count as lost now, each with why: silent or overdue."""
+        """The workers that count as lost now, each with why: silent, desynchronized or overdue."""
         verdicts = []
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns >= LOST_NS:
                 verdicts.append((worker, "silent"))
+            elif worker.num_missing >= _MAX_MISSING:
+                verdicts.append((worker, "desynchronized"))
             elif worker.in_flight:
                 running = next(iter(worker.in_flight.values()))
                 limit_ns = max(_MAX_STEP_NS, _MAX_STEP_TO_PREDICTED * running.predicted_ns)

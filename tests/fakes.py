@@ -29,6 +29,7 @@ from common.protocol import (
     SPARSE,
     Batch,
     Beat,
+    Frame,
     Hello,
     Message,
     ModelFacts,
@@ -142,8 +143,9 @@ def oracle_rows(batch: Batch) -> npt.NDArray[np.uint8]:
 class FakeWorker:
     """A worker on a thread of its own, with the real socket and handshake; `answer` decides what a batch comes to.
 
-    `answer` returns the message to send, or None to say nothing. Its process, which a scheduler may kill, is a child
-    that does nothing. Stop it with `close`; `mute` has it say nothing more, as if it were stopped.
+    `answer` returns the message to send, its frames where they are to be odd, or None to say nothing. Its process, which
+    a scheduler may kill, is a child that does nothing. Stop it with `close`; `mute` has it say nothing more, as if it
+    were stopped.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class FakeWorker:
         name: str = "worker-0",
         *,
         facts: ModelFacts = FACTS,
-        answer: Callable[[Batch], Message | None] | None = None,
+        answer: Callable[[Batch], Message | list[Frame] | None] | None = None,
     ) -> None:
         self.batches: list[Batch] = []
         self.refusals: list[Message] = []
@@ -196,7 +198,9 @@ class FakeWorker:
                 elif isinstance(message, Batch):
                     self.batches.append(message)
                     reply = self._answer(message)
-                    if reply is not None:
+                    if isinstance(reply, list):
+                        self._dealer.socket.send_multipart(reply)
+                    elif reply is not None:
                         self._dealer.send(reply)
                 else:
                     self.refusals.append(message)

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgpack
+import numpy as np
 import pytest
 import zmq
 
@@ -21,6 +22,8 @@ from common.metrics import Metrics
 from common.protocol import (
     PROTOCOL_VERSION,
     Batch,
+    BatchFailed,
+    Frame,
     Goodbye,
     Hello,
     Join,
@@ -28,13 +31,14 @@ from common.protocol import (
     Ping,
     Refuse,
     Reply,
+    Result,
     Welcome,
     encode,
 )
 from common.transport import Dealer, address, now_ns, prepare_run_dir
 from scheduler.core import ToWorker
 from scheduler.server import Server
-from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_result
+from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_vector
 from tests.scheduler.test_core import make_request
 
 StartWorker = Callable[..., FakeWorker]
@@ -153,15 +157,34 @@ def test_a_workers_death_is_noticed_at_once(run_dir: str, start_worker: StartWor
     assert time.monotonic() - killed_at < 1.0  # silence alone would take two seconds
 
 
-def test_a_worker_whose_result_is_nonsense_is_killed(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
-    def answer(batch: Batch) -> Message:
-        result = oracle_result(batch)
-        return type(result)(result.epoch, result.batch_id, 1, result.nonfinite, result.rows[:, :3])
+LIES: dict[str, Callable[[Result], Message | list[Frame]]] = {
+    "a row is missing": lambda result: replace(result, rows=result.rows[:-1]),
+    "a row too many": lambda result: replace(result, rows=np.vstack([result.rows, result.rows[:1]])),
+    "wrong dimensions": lambda result: replace(result, rows=np.ascontiguousarray(result.rows[:, :-4])),
+    "another batch": lambda result: replace(result, batch_id=result.batch_id + 1000),
+    "another epoch": lambda result: replace(result, epoch=result.epoch + 1),
+    "a buffer that is cut": lambda result: [*encode(result)[:-1], bytes(encode(result)[-1])[:-1]],
+    "a row that there is not is not finite": lambda result: replace(result, nonfinite=np.array([2], dtype=np.int32)),
+    "pieces of another batch": lambda result: replace(result, pieces=np.array([2, 2], dtype=np.int32)),
+    "no room for what there is not": lambda result: BatchFailed(result.epoch, result.batch_id, "no memory", 2),
+}
 
-    worker = start_worker(answer=answer)
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_worker_that_lies_is_recycled_and_its_batch_runs_elsewhere(
+    run_dir: str, start_worker: StartWorker, gateway: Gateway, lie: str
+) -> None:
+    liar = start_worker("worker-0", answer=lambda batch: LIES[lie](oracle_result(batch)))
     gateway.wait_for_workers(1)
-    gateway.dealer.send(make_request(7, [1]))
-    assert worker.process.wait(10) == -signal.SIGKILL
+    gateway.dealer.send(make_request(7, [1, 2], [3]))
+    assert liar.process.wait(10) == -signal.SIGKILL
+    start_worker("worker-1")
+
+    reply = gateway.wait_for(Reply)
+
+    assert isinstance(reply, Reply)
+    assert (reply.request_id, reply.first_row) == (7, 0)
+    assert reply.rows.view(np.float32).tolist() == [oracle_vector([1, 2]).tolist(), oracle_vector([3]).tolist()]
 
 
 def test_a_worker_whose_place_is_taken_is_refused_and_the_first_one_goes_on(
