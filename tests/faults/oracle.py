@@ -4,7 +4,8 @@ Everything but the model is the product's own (worker/core.py, server.py, comput
 draining, the watchdog), so what a fault does to it is what it does to a real one. The time of a step is slept, so that
 capacity is set by a test and not by the machine. Some words of the tokenizer's are faults: a worker that runs a
 sequence with one misbehaves, as often as the word stands there, counted over all workers of a suite; then it is a word
-like any other.
+like any other. How much memory their devices have a test says while they run (`Memory`); what does not fit runs in
+pieces, as the product does it.
 
     python -m tests.faults.oracle worker --folder MODEL --step-ms 10 --token-us 200
 
@@ -32,10 +33,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from common.config import WorkerConfig
 from common.launch import run_process
-from common.metrics import open_metrics
+from common.metrics import Metrics, open_metrics
 from common.protocol import Batch, ModelFacts, cu_seqlens
 from tests.fakes import FACTS, TokenIds, oracle_rows
 from worker.lazy import LazyTensor, Rows
+from worker.memory import run_in_pieces
 from worker.server import Server
 
 NUM_WORDS = 4000
@@ -51,9 +53,10 @@ class Fault(enum.IntEnum):
     EXIT = 7  # with status 0
     SHORT_RESULT = 8  # a row is missing
     NAN = 9  # its row is not finite
+    WRONG_DIMENSION = 10  # rows are too narrow
 
 
-_FIRST_WORD = 10
+_FIRST_WORD = 4 + len(Fault)
 VOCAB_SIZE = _FIRST_WORD + NUM_WORDS
 
 
@@ -129,13 +132,41 @@ def digest(sequence: TokenIds) -> str:
     return hashlib.sha256(np.asarray(sequence, dtype="<i4").tobytes()).hexdigest()[:16]
 
 
+class Memory:
+    """How many tokens fit into the devices of a suite's workers at once: a file that a test writes."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._path = Path(run_dir) / "oracle.memory"
+
+    @property
+    def num_tokens(self) -> int | None:
+        """None: as many as come."""
+        try:
+            return int(self._path.read_text())
+        except FileNotFoundError:
+            return None
+
+    @num_tokens.setter
+    def num_tokens(self, count: int | None) -> None:
+        if count is None:
+            self._path.unlink()
+        else:
+            new = self._path.with_suffix(".new")
+            new.write_text(str(count))
+            new.replace(self._path)
+
+
 class OracleEngine:
     """What `Compute` needs of an engine. A step has ended when `step` returns, as on a CPU."""
 
     has_chores = False
 
-    def __init__(self, run_dir: str, slot: int, facts: ModelFacts, step_s: float, token_s: float) -> None:
+    def __init__(
+        self, run_dir: str, slot: int, facts: ModelFacts, step_s: float, token_s: float, metrics: Metrics
+    ) -> None:
         self._run_dir = Path(run_dir)
+        self._memory = Memory(run_dir)
+        self._metrics = metrics
         self._facts = facts
         self._step_s = step_s
         self._token_s = token_s
@@ -147,6 +178,17 @@ class OracleEngine:
         return self._facts
 
     def step(self, batch: Batch) -> LazyTensor:
+        lazy = self._attempt(batch)
+        if lazy is not None:
+            return lazy
+        rows = run_in_pieces(batch, self._attempt)
+        return LazyTensor(lambda: rows)
+
+    def _attempt(self, batch: Batch) -> LazyTensor | None:
+        fitting = self._memory.num_tokens
+        if fitting is not None and len(batch.token_ids) > fitting:
+            self._metrics.memory_splits.inc()
+            return None
         self._running.num_sequences = len(batch.lengths)
         sequences = [batch.token_ids[start:stop] for start, stop in pairwise(cu_seqlens(batch.lengths))]
         self._record.note(sequences)
@@ -159,6 +201,8 @@ class OracleEngine:
                 finite[index] = 0
             elif fault is Fault.SHORT_RESULT:
                 rows, finite = rows[:-1], finite[:-1]
+            elif fault is Fault.WRONG_DIMENSION:
+                rows = np.ascontiguousarray(rows[:, :-4])
             elif fault is not None:
                 _misbehave(fault)
         self._running.num_sequences = 0
@@ -215,11 +259,13 @@ def main() -> None:
     sys.argv[1:] = flags  # the rest is a worker's own
 
     def run(config: WorkerConfig, joined: Callable[[], None]) -> int:
+        metrics = open_metrics(config.run_dir)
+
         def build() -> OracleEngine:
             facts = _facts(costs.folder)
-            return OracleEngine(config.run_dir, config.slot, facts, costs.step_ms / 1e3, costs.token_us / 1e6)
+            return OracleEngine(config.run_dir, config.slot, facts, costs.step_ms / 1e3, costs.token_us / 1e6, metrics)
 
-        return Server(config, open_metrics(config.run_dir), build, joined).run()
+        return Server(config, metrics, build, joined).run()
 
     run_process("worker", WorkerConfig, run)
 

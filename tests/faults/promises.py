@@ -188,5 +188,32 @@ PROMISES = {
             quick_requests=1_500,
             soak_requests=20_000,
         ),
+        Promise(
+            "D3",
+            "an input that is not finite fails alone, at every place among 32, and no answer holds a NaN or a null",
+            quick=32,
+            soak=96,
+            load=Load(rate=20),
+            figures=(),
+        ),
+        Promise(
+            "D4",
+            "a device without memory for a batch runs it in pieces and gets smaller ones; what fits nowhere is 413",
+            quick=1,
+            soak=3,
+            load=_KILLS,
+            figures=(Figure("splits", 1, 12, "two workers, each at most two batches in hand, in quarters at most"),),
+        ),
+        Promise(
+            "D5",
+            "an input that workers die of costs three of them at most, and none when it is sent again",
+            quick=3,
+            soak=16,
+            load=Load(rate=10, timeout_s=20),
+            figures=(
+                Figure("neighbours_s", 1, 15.0),
+                Figure("deaths", 1, 3),
+            ),
+        ),
     )
 }

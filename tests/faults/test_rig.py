@@ -62,6 +62,7 @@ def test_an_answer_is_right_when_every_bit_of_it_is(found: Answer, outcome: str)
         ("ABORT w1", 1, "answered", ""),
         ("EXIT w1", 1, "answered", ""),
         ("SHORT_RESULT w1", 1, "answered", ""),
+        ("WRONG_DIMENSION w1", 1, "answered", ""),
         ("ABORT ABORT ABORT w2", 3, "refused", "500 input_quarantined"),
         ("NAN w1", 0, "refused", "500 nonfinite_output"),
     ],
