@@ -323,13 +323,19 @@ class Scheduler:
                 sum(part.num_sequences for part in parts),
             )
             # Only what it was running can have to do with its end.
-            running = batches[0].parts if batches and reason != "reconnected" else []
-            parts = [with_loss(part) if any(part is other for other in running) else part for part in parts]
+            blameless = reason in {"desynchronized", "reconnected"}
+            running = batches[0].parts if batches and not blameless else []
+            suspects = [with_loss(part) for part in running]
+            for part in suspects:
+                self._quarantine.blame(part, now_ns)
+            parts[: len(suspects)] = suspects
         for part in parts:
-            if part.losses >= MAX_LOSSES:
-                self._give_up(part, now_ns)
-            else:
-                self._retry(part, now_ns)
+            self._retry(part, now_ns)
+        deadly = [part for part in parts if part.losses >= MAX_LOSSES]
+        for part in deadly:
+            logger.warning("an input of %d tokens is in quarantine: three workers died of it", part.num_tokens)
+        for pending in self._queue.pending() if deadly else ():
+            self._refuse_deadly(self._quarantine.parted(Part(pending, 0, len(pending.request.lengths)), now_ns))
         self._announce(now_ns)
 
     def _run_again(self, worker: Worker, batches: list[InFlight]) -> None:
@@ -340,15 +346,6 @@ class Scheduler:
                 if not part.pending.settled:
                     self._metrics.retried_sequences.inc(part.num_sequences)
                     self._queue.push(part)
-
-    def _give_up(self, part: Part, now_ns: int) -> None:
-        """Remember a sequence that a worker has died of once too often, and fail all that hold it."""
-        self._quarantine.add(part, now_ns)
-        logger.warning("an input of %d tokens is in quarantine: %d workers died of it", part.num_tokens, part.losses)
-        if not part.pending.settled:
-            self._refuse_quarantined(part, now_ns)
-        for pending in self._queue.pending():
-            self._refuse_quarantined(Part(pending, 0, len(pending.request.lengths)), now_ns)
 
     def _lose_gateway(self, gateway: _Gateway, reason: str) -> None:
         logger.info(
@@ -384,9 +381,7 @@ class Scheduler:
             if error is not None:
                 self._settle(pending, error)
                 return
-        part = Part(pending, 0, len(request.lengths))
-        if not self._refuse_quarantined(part, now_ns):
-            self._queue.push(part)
+        self._enqueue(Part(pending, 0, len(request.lengths)), now_ns)
 
     def _on_gateway_beat(self, gateway: _Gateway, beat: Beat, now_ns: int) -> None:
         """One that waits for more than there is here has lost some of it on either way: have it join again."""
@@ -434,6 +429,8 @@ class Scheduler:
         replies: dict[bytes, list[Reply]] = {}  # by gateway
         row = 0
         for part in batch.parts:
+            if part.losses:
+                self._quarantine.acquit(part)
             reply = self._reply_of(part, row, batch, result, nonfinite)
             if reply is not None:
                 replies.setdefault(part.pending.gateway, []).append(reply)
@@ -526,19 +523,27 @@ class Scheduler:
         self._actions.extend(ToGateway(peer, message) for message in messages)
 
     def _retry(self, part: Part, now_ns: int) -> None:
-        if part.pending.settled or self._refuse_quarantined(part, now_ns):
-            return
-        self._metrics.retried_sequences.inc(part.num_sequences)
-        self._queue.push(part)
+        if not part.pending.settled and self._enqueue(part, now_ns):
+            self._metrics.retried_sequences.inc(part.num_sequences)
 
-    def _refuse_quarantined(self, part: Part, now_ns: int) -> bool:
-        """Fail the request of sequences of which workers are known to have died; whether it did."""
-        if not self._quarantine or (sequence := self._quarantine.find(part, now_ns)) is None:
+    def _enqueue(self, part: Part, now_ns: int) -> bool:
+        """Let sequences wait, suspects as such; whether they do: else one is deadly, and its request has failed."""
+        parts = self._quarantine.parted(part, now_ns) if self._quarantine else [part]
+        if self._refuse_deadly(parts):
+            return False
+        for known in parts:
+            self._queue.push(known)
+        return True
+
+    def _refuse_deadly(self, parts: list[Part]) -> bool:
+        """Fail the request of sequences if workers are known to die of one; whether it did."""
+        deadly = next((part for part in parts if part.losses >= MAX_LOSSES), None)
+        if deadly is None:
             return False
         error = InputQuarantined(
-            f"Workers died {MAX_LOSSES} times while they ran this input, lately. Leave it out of the request."
+            f"{MAX_LOSSES} workers died while they ran this input, lately. Leave it out of the request."
         )
-        self._settle(part.pending, error, sequence)
+        self._settle(deadly.pending, error, deadly.start)
         return True
 
     def _settle(self, pending: Pending, error: ServiceError, sequence: int | None = None) -> None:

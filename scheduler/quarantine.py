@@ -1,8 +1,11 @@
-"""Which inputs workers died of, so that they are not run again. Pure: time is an argument.
+"""Of which inputs workers died, so that none costs more than three of them, however often it is sent. Pure: time is an
+argument.
 
-An input that was running, alone by then, when a third worker died is given up (`batching.py`). Sent again it would cost
-three more, each some seconds of a worker's time, for everybody: so it is remembered for an hour and refused unrun.
-After that it gets another chance, since drivers and models are mended.
+An input that was running, alone by then, when a third worker died is in quarantine (`batching.py` has the steps that
+lead there): for an hour it is refused unrun, and so are its copies that wait. After that it gets another chance, since
+drivers and models are mended. One of which fewer have died is a suspect for ten minutes, or until it was answered:
+wherever it comes from, it goes on at the step that it had reached. Else a client that gives up sooner than a worker
+starts again, and tries again, would find it innocent each time.
 
 What is remembered is a keyed hash of what the device sees of a sequence: the model, the token ids and where the tokens
 of type 1 begin. Which spans of it are pooled, and how its rows are written, is not in it: whoever asks for the same
@@ -13,68 +16,112 @@ It dies with the scheduler. Handed to the gateways it would outlive that, for a 
 forget, and hashing in each of them; but a scheduler's death is rare, an input that kills is rarer, and both together
 cost what the input cost the first time. Its refusals are as cheap as any other that the scheduler makes.
 
-Of an empty store nothing is asked. Else the length of each sequence is looked up first (50 ns), and only where an input
-of this very length is remembered is the sequence hashed: 2 µs of the 42 that the scheduler has for one.
+An empty store, as it is but for a moment after a death, is not asked. Else the length of each sequence is looked up
+first (50 ns), and only where an input of this very length is remembered is the sequence hashed: 2 µs of the 42 that the
+scheduler has for one (2026-11-30, 2-core VM).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import groupby
 
-from scheduler.batching import Part
-
-# An input costs three workers before it is remembered, which takes seconds: a thousand of them is most of an hour of
-# nothing but deaths. The oldest makes room.
-_MAX_INPUTS = 1000
-_MAX_AGE_NS = 3_600_000_000_000
+from scheduler.batching import MAX_LOSSES, Part
 
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Remembered:
+class _Input:
     num_tokens: int
+    losses: int  # of workers that ran it
     expires_ns: int
+
+
+@dataclass(slots=True)
+class _Store:
+    """Inputs by digest, the oldest first, which makes room where there is none."""
+
+    max_inputs: int
+    max_age_ns: int
+    lengths: Counter[int]  # of all inputs of all stores, in tokens
+    inputs: dict[bytes, _Input] = field(default_factory=dict)
+
+    def add(self, digest: bytes, num_tokens: int, losses: int, now_ns: int) -> None:
+        self.remove(digest)
+        if len(self.inputs) >= self.max_inputs:
+            self.remove(next(iter(self.inputs)))
+        self.inputs[digest] = _Input(num_tokens, losses, now_ns + self.max_age_ns)
+        self.lengths[num_tokens] += 1
+
+    def remove(self, digest: bytes) -> None:
+        known = self.inputs.pop(digest, None)
+        if known is not None:
+            self.lengths[known.num_tokens] -= 1
+            if not self.lengths[known.num_tokens]:
+                del self.lengths[known.num_tokens]
+
+    def expire(self, now_ns: int) -> None:
+        while self.inputs and next(iter(self.inputs.values())).expires_ns <= now_ns:
+            self.remove(next(iter(self.inputs)))
 
 
 class Quarantine:
     def __init__(self, key: bytes) -> None:
         """`key`: of at most 64 bytes, secret, another one at every start."""
         self._key = key
-        self._inputs: dict[bytes, _Remembered] = {}  # by digest, the oldest first
-        self._lengths: Counter[int] = Counter()  # of the inputs, in tokens
+        self._lengths: Counter[int] = Counter()
+        # Three workers die before an input is in quarantine, which takes seconds: a thousand are most of an hour of
+        # nothing but deaths. Suspects are all that ran when one died.
+        self._deadly = _Store(1000, 3_600_000_000_000, self._lengths)
+        self._suspects = _Store(4096, 600_000_000_000, self._lengths)
 
     def __len__(self) -> int:
-        return len(self._inputs)
+        return len(self._deadly.inputs) + len(self._suspects.inputs)
 
-    def add(self, part: Part, now_ns: int) -> None:
-        """Remember a single sequence."""
-        assert part.num_sequences == 1, "only what ran alone is known to be at fault"
-        digest = self._digest(part, part.start)
-        self._forget(digest)
-        if len(self._inputs) >= _MAX_INPUTS:
-            self._forget(next(iter(self._inputs)))
-        self._inputs[digest] = _Remembered(part.num_tokens, now_ns + _MAX_AGE_NS)
-        self._lengths[part.num_tokens] += 1
+    def blame(self, part: Part, now_ns: int) -> None:
+        """A worker has died while it ran these sequences, for which `part.losses` counts already."""
+        for sequence in range(part.start, part.stop):
+            digest = self._digest(part, sequence)
+            num_tokens = part.pending.offsets[sequence + 1] - part.pending.offsets[sequence]
+            if part.losses >= MAX_LOSSES:
+                self._suspects.remove(digest)
+                self._deadly.add(digest, num_tokens, part.losses, now_ns)
+            elif digest not in self._deadly.inputs:
+                known = self._suspects.inputs.get(digest)
+                losses = part.losses if known is None else max(part.losses, known.losses)
+                self._suspects.add(digest, num_tokens, losses, now_ns)
 
-    def find(self, part: Part, now_ns: int) -> int | None:
-        """The first sequence of these that is remembered, counted within its request; None where none is."""
-        while self._inputs and next(iter(self._inputs.values())).expires_ns <= now_ns:
-            self._forget(next(iter(self._inputs)))
+    def acquit(self, part: Part) -> None:
+        """These sequences have run, and nobody died."""
+        for sequence in range(part.start, part.stop):
+            self._suspects.remove(self._digest(part, sequence))
+
+    def parted(self, part: Part, now_ns: int) -> list[Part]:
+        """A part by what is known of its sequences: one for each run of those that as many workers have died of."""
+        self._deadly.expire(now_ns)
+        self._suspects.expire(now_ns)
+        known = dict(self._known(part))
+        if not known:
+            return [part]
+        parts = []
+        for losses, run in groupby(range(part.start, part.stop), lambda index: max(part.losses, known.get(index, 0))):
+            sequences = list(run)
+            parts.append(replace(part, start=sequences[0], stop=sequences[-1] + 1, losses=losses))
+        return parts
+
+    def _known(self, part: Part) -> Iterator[tuple[int, int]]:
+        """Those of its sequences that are remembered, and of each how many workers have died of it."""
         offsets = part.pending.offsets
-        for sequence in range(part.start, part.stop) if self._inputs else ():
-            is_as_long = offsets[sequence + 1] - offsets[sequence] in self._lengths
-            if is_as_long and self._digest(part, sequence) in self._inputs:
-                return sequence
-        return None
-
-    def _forget(self, digest: bytes) -> None:
-        known = self._inputs.pop(digest, None)
-        if known is not None:
-            self._lengths[known.num_tokens] -= 1
-            self._lengths += Counter()  # drops what is at 0
+        for sequence in range(part.start, part.stop):
+            if offsets[sequence + 1] - offsets[sequence] in self._lengths:
+                digest = self._digest(part, sequence)
+                known = self._deadly.inputs.get(digest) or self._suspects.inputs.get(digest)
+                if known is not None:
+                    yield sequence, known.losses
 
     def _digest(self, part: Part, sequence: int) -> bytes:
         request, offsets = part.pending.request, part.pending.offsets

@@ -845,6 +845,34 @@ def test_a_deadly_input_whose_client_has_left_is_remembered_all_the_same(rig: Ri
     assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(2, "input_quarantined")]
 
 
+def test_a_deadly_input_that_comes_again_and_again_with_too_little_time_costs_three_workers(rig: Rig) -> None:
+    for number in range(3):
+        peer, following = b"w%d" % number, b"w%d" % (number + 1)
+        rig.request(number, [666], [number], deadline_s=rig.now_ns / SECOND + 1)
+        first, *_ = rig.take(Batch, peer)
+        assert ids(first) == [[666, 0], [666], [666]][number]  # with others, with suspects, alone
+        rig.worker_lost(peer)
+        rig.tick(2 * SECOND)
+        rig.gateway(Beat(EPOCH, 0))
+        rig.hello(following)
+    rig.take(Failure)
+    rig.request(7, [1], [666])
+    refused = [(failure.request_id, failure.code, failure.sequence) for failure in rig.take(Failure)]
+    assert refused == [(7, "input_quarantined", 1)]
+    assert rig.take(Batch) == []
+
+
+def test_a_suspect_that_was_answered_runs_in_company_again(rig: Rig) -> None:
+    rig.request(1, [5])
+    rig.take(Batch)
+    rig.worker_lost()
+    rig.hello(b"w1")
+    (batch,) = rig.take(Batch, b"w1")
+    rig.finish(batch, b"w1")
+    rig.request(2, [4], [5], [6])
+    assert [ids(batch) for batch in rig.take(Batch, b"w1")] == [[4, 5, 6]]
+
+
 def test_an_input_on_which_the_model_fails_is_not_remembered(rig: Rig) -> None:
     for request_id in (1, 2):
         rig.request(request_id, [666])
