@@ -149,7 +149,7 @@ class Memory:
     @num_tokens.setter
     def num_tokens(self, count: int | None) -> None:
         if count is None:
-            self._path.unlink()
+            self._path.unlink(missing_ok=True)
         else:
             new = self._path.with_suffix(".new")
             new.write_text(str(count))

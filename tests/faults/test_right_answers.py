@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import time
 from collections.abc import Callable
 
@@ -98,10 +99,21 @@ async def test_a_device_short_of_memory_gets_smaller_batches_and_what_fits_nowhe
             refused = await embed(suite.port, {"input": long})
             assert (refused.status, refused.error["code"]) == (413, "input_too_large_for_device")
             assert refused.headers["x-should-retry"] == "false"
+            memory.num_tokens = None
+            if running.soak:  # it takes a minute, which tests/scheduler/test_core.py has go by on a clock of its own
+                async with asyncio.timeout(75):
+                    while is_short_of_memory(suite):
+                        await asyncio.sleep(0.25)
     finally:
         memory.num_tokens = None
     report(running.judge(exactly={}))
     assert suite.pids("worker") == workers
+
+
+def is_short_of_memory(suite: OracleSuite) -> bool:
+    """Whether any worker gets smaller batches, by what the scheduler last said of it."""
+    last = dict(re.findall(r"(worker-\d) (had no memory|gets full batches)", suite.log()))
+    return "had no memory" in last.values()
 
 
 async def send_again(suite: OracleSuite, text: str, times: int) -> None:
