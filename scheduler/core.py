@@ -213,7 +213,7 @@ class Scheduler:
             self._actions.append(Kill(worker.peer))
             self._lose(worker, reason, now_ns)
         for worker, batches in self._fleet.take_missing(now_ns):
-            self._run_again(worker, batches)
+            self._run_again(worker, batches, now_ns)
         for gateway in [g for g in self._gateways.values() if now_ns - g.last_heard_ns >= _GATEWAY_LOST_NS]:
             self._lose_gateway(gateway, "silent")
         if self._fleet.ready(now_ns):
@@ -338,14 +338,12 @@ class Scheduler:
             self._refuse_deadly(self._quarantine.parted(Part(pending, 0, len(pending.request.lengths)), now_ns))
         self._announce(now_ns)
 
-    def _run_again(self, worker: Worker, batches: list[InFlight]) -> None:
+    def _run_again(self, worker: Worker, batches: list[InFlight], now_ns: int) -> None:
         """Queue again what never arrived at a worker: a connection that breaks may come back, without what it took."""
         for batch in batches:
             logger.warning("batch %d never arrived at %s; it runs again", batch.batch_id, worker.name)
             for part in batch.parts:
-                if not part.pending.settled:
-                    self._metrics.retried_sequences.inc(part.num_sequences)
-                    self._queue.push(part)
+                self._retry(part, now_ns)
 
     def _lose_gateway(self, gateway: _Gateway, reason: str) -> None:
         logger.info(
@@ -401,7 +399,7 @@ class Scheduler:
 
     def _on_result(self, worker: Worker, result: Result, now_ns: int) -> None:
         if result.epoch == self.epoch:
-            self._run_again(worker, self._fleet.take_overtaken(worker, result.batch_id))
+            self._run_again(worker, self._fleet.take_overtaken(worker, result.batch_id), now_ns)
         batch = self._released(worker, result.epoch, result.batch_id, now_ns)
         if batch is None:
             return

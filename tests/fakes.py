@@ -143,9 +143,9 @@ def oracle_rows(batch: Batch) -> npt.NDArray[np.uint8]:
 class FakeWorker:
     """A worker on a thread of its own, with the real socket and handshake; `answer` decides what a batch comes to.
 
-    `answer` returns the message to send, its frames where they are to be odd, or None to say nothing. Its process, which
-    a scheduler may kill, is a child that does nothing. Stop it with `close`; `mute` has it say nothing more, as if it
-    were stopped.
+    `answer` returns the message to send, its frames where they are to be odd, or None to say nothing. Its process,
+    which a scheduler may kill, is a child that does nothing. Stop it with `close`; `mute` has it say nothing more, as
+    if it were stopped.
     """
 
     def __init__(
