@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from common import transport
+from common.config import visible_cuda_devices
 from common.errors import ProtocolError
 from common.metrics import Metrics, open_metrics
 from common.models import find_model
@@ -31,6 +32,7 @@ from common.protocol import Message
 from worker.compute import Broken, Compute, Outcome, Ready
 from worker.core import MAX_STEP_S, Worker
 from worker.driver import wake
+from worker.placement import pin
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -177,6 +179,8 @@ def main(config: WorkerConfig, joined: Callable[[], None]) -> int:
 
     Call it on the main thread. The process should end right after it.
     """
+    if config.device != "cpu":
+        pin(config.slot, visible_cuda_devices())  # before there are other threads
     metrics = open_metrics(config.run_dir)
     return Server(config, metrics, lambda: _build(config, metrics), joined).run()
 
