@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 CHROMIUM := $(VENV)/chromium/chromium
 CHECKED := common gateway scheduler worker tests benchmarks
 
-.PHONY: install up test soak check format bench screenshot clean
+.PHONY: install up test soak simulate check format bench screenshot clean
 
 install: $(INSTALLED)
 
@@ -32,6 +32,10 @@ test: install $(CHROMIUM)
 # The promises of tests/faults/promises.py at their long counts: about a quarter of an hour.
 soak: install
 	FAULTS=soak $(BIN)/python -m pytest tests/faults
+
+# The three state machines in 100,000 spells of bad weather: half an hour on two cores. Seeds that fail are printed.
+simulate: install
+	$(BIN)/python -m tests.simulation --runs 100000 --processes 2
 
 check: install
 	$(BIN)/ruff format --check $(CHECKED)
