@@ -14,7 +14,10 @@ from tests.faults.promises import Promise, Step, schedule
 from tests.faults.rig import OracleSuite
 
 # What has no reason to move unless a test names it.
-_STILL = ("hedgerow_worker_losses_total", "hedgerow_protocol_errors_total", "hedgerow_late_replies_total")
+_STILL = ("hedgerow_worker_losses_total", "hedgerow_protocol_errors_total")
+
+# What is answered twice was asked for twice: a gateway that did not hear the scheduler for 0.7 s sends all again.
+_TWICE, _ASKED_TWICE = "hedgerow_late_replies_total", "hedgerow_resubmitted_requests_total"
 
 _FAILURES = ("lost", "wrong", "torn", "unconnected", "refused", "cut")
 
@@ -106,6 +109,8 @@ class Trial:
             moved = sum(self.moved.get(name, 0) for name in ((key,) if isinstance(key, str) else key))
             if moved != expected:
                 broken.append(f"{key} moved by {moved:g}, not {expected:g}")
+        if self.moved.get(_TWICE, 0) > self.moved.get(_ASKED_TWICE, 0):
+            broken.append(f"{_TWICE} moved by {self.moved[_TWICE]:g}, more than {_ASKED_TWICE}")
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
         line = f"{self.promise.name} seed {self.seed}: {len(self.ledger.sent)} requests: {outcomes}; " + "; ".join(
             measured
