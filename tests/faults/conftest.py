@@ -40,10 +40,19 @@ async def suite(oracle_suite: OracleSuite) -> OracleSuite:
 
 
 @pytest.fixture
-def trial(suite: OracleSuite) -> StartTrial:
+def seed() -> int:
+    return int(os.environ.get("FAULTS_SEED", "1"))
+
+
+@pytest.fixture
+def soak() -> bool:
+    return os.environ.get("FAULTS") == "soak"
+
+
+@pytest.fixture
+def trial(suite: OracleSuite, seed: int, soak: bool) -> StartTrial:
     """Starts the trial of a promise: `async with trial("A1") as running`."""
-    seed = int(os.environ.get("FAULTS_SEED", "1"))
-    return lambda name: Trial(suite, PROMISES[name], seed, soak=os.environ.get("FAULTS") == "soak")
+    return lambda name: Trial(suite, PROMISES[name], seed, soak)
 
 
 @pytest.fixture

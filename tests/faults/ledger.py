@@ -105,6 +105,8 @@ class Ledger:
         return Counter(sent.outcome for sent in self.sent)
 
     async def _arrive(self) -> None:
+        if not self._load.rate:
+            return
         rng = random.Random(self._seed)
         due_s = time.monotonic()
         while True:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tests.faults.ledger import Load
@@ -47,6 +48,20 @@ class Promise:
     figures: tuple[Figure, ...]
     quick_requests: int = 0  # at least; 0: as many as come while the faults go on
     soak_requests: int = 0
+
+
+def measured(figures: Iterable[Figure], series: Mapping[str, list[float]]) -> tuple[list[str], list[str]]:
+    """What each figure is, and those that are not as promised, with all their values."""
+    texts, broken = [], []
+    for figure in figures:
+        values = series.get(figure.series)
+        assert values, f"nothing was measured of {figure.series}"
+        value = figure.of(values)
+        quantile = "worst" if figure.quantile == 1 else f"p{figure.quantile * 100:.0f}"
+        texts.append(f"{figure.series} {quantile} {value:.3f} <= {figure.most:g}")
+        if value > figure.most:
+            broken.append(f"{texts[-1]}: {[round(value, 3) for value in sorted(values)]}")
+    return texts, broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +172,22 @@ PROMISES = {
             ),
         ),
         Promise(
+            "A8",
+            "kill -9 of supervisord leaves no process behind, and nothing that the next start stumbles over",
+            quick=2,
+            soak=5,
+            load=Load(rate=20, inputs=(1, 4)),
+            figures=(Figure("gone_s", 1, 1.0), Figure("start_s", 1, 15.0, "room for a busy machine")),
+        ),
+        Promise(
+            "A11",
+            "processes may start in any order",
+            quick=4,
+            soak=24,
+            load=Load(rate=0),
+            figures=(Figure("ready_s", 1, 8.0),),
+        ),
+        Promise(
             "B1",
             "gateways restarted one by one fail no request, on new connections and on kept ones",
             quick=4,
@@ -214,6 +245,30 @@ PROMISES = {
                 Figure("neighbours_s", 1, 15.0),
                 Figure("deaths", 1, 3),
             ),
+        ),
+        Promise(
+            "B4",
+            "a stop of everything answers what was accepted, refuses the rest, and leaves nothing behind",
+            quick=2,
+            soak=10,
+            load=Load(rate=60, inputs=(1, 16)),
+            figures=(Figure("stopped_s", 1, 20.0),),
+        ),
+        Promise(
+            "B5",
+            "a second signal ends a process at once, and so does the first while a model is loaded",
+            quick=3,
+            soak=10,
+            load=Load(rate=0),
+            figures=(Figure("ended_s", 1, 2.0),),
+        ),
+        Promise(
+            "B5 hangup",
+            "a hangup ends nothing and fails no request",
+            quick=3,
+            soak=10,
+            load=Load(rate=60),
+            figures=(Figure("stall_s", 1, 1.0),),
         ),
     )
 }

@@ -12,6 +12,7 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from xmlrpc.client import ServerProxy
 from supervisor.xmlrpc import SupervisorTransport
 
 from tests.faults.oracle import write_model
+from tests.gateway.wire import ask
 from tests.suite import ROOT, Suite, free_port
 
 NUM_GATEWAYS = 2
@@ -36,10 +38,12 @@ _LOST = re.compile(
 class OracleSuite(Suite):
     """Two gateways, a scheduler and two oracle workers under the real supervisord.conf."""
 
-    def __init__(self, folder: str) -> None:
-        write_model(Path(folder, "model"))
-        Path(folder, "run").mkdir(mode=0o700)
-        port = free_port()
+    def __init__(self, folder: str, port: int | None = None) -> None:
+        """In a folder where one was before, with its port: what that one left is found."""
+        if not Path(folder, "model").exists():
+            write_model(Path(folder, "model"))
+        Path(folder, "run").mkdir(mode=0o700, exist_ok=True)
+        port = port or free_port()
         conf = (ROOT / "supervisord.conf").read_text()
         oracle = f"{sys.executable} -m tests.faults.oracle worker --folder {folder}/model"
         for shipped, own in (
@@ -134,6 +138,61 @@ class OracleSuite(Suite):
             transport.close()
 
 
+class Loose:
+    """Processes of one run folder that are started one by one and alone, as without a supervisor."""
+
+    def __init__(self, folder: str) -> None:
+        self.run_dir = Path(folder, "run")
+        self.port = free_port()
+        self._folder = Path(folder)
+        self.log_path = Path(folder, "run.log")
+        self._log = self.log_path.open("ab")
+        self._started: list[subprocess.Popen[bytes]] = []
+        write_model(Path(folder, "model"))
+
+    def start(self, name: str, command: list[str] | None = None) -> subprocess.Popen[bytes]:
+        """`name`: worker-0, gateway-1, scheduler-0. `command`: other arguments of Python's than for an oracle suite."""
+        role, _, slot = name.partition("-")
+        if command is None:
+            command = ["-m", role]
+            if role == "worker":
+                command = ["-m", "tests.faults.oracle", "worker", "--folder", f"{self._folder}/model"]
+                command += ["--step-ms", str(STEP_MS), "--token-us", str(TOKEN_US)]
+        own = {"RUN_DIR": str(self.run_dir), "PORT": str(self.port), "SLOT": slot, "WORKERS": str(NUM_WORKERS)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HEDGEROW_")}
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment | {f"HEDGEROW_{name}": value for name, value in own.items()},
+        )
+        self._started.append(process)
+        return process
+
+    async def ready(self, workers: int = NUM_WORKERS) -> None:
+        async with asyncio.timeout(60):
+            while await self._workers_ready() != workers:
+                await asyncio.sleep(0.02)
+
+    async def _workers_ready(self) -> int:
+        try:
+            answer = await ask(self.port, "GET", "/ready")
+        except (OSError, asyncio.IncompleteReadError):
+            return 0
+        return answer.json["workers"]["ready"] if answer.status == 200 else 0
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
+        self._log.close()
+
+
 class Process:
     """One process of the suite, held by a pidfd: a signal reaches it or nobody."""
 
@@ -146,7 +205,7 @@ class Process:
         assert suite.pids(self.role).get(name) == self.pid, "it ended while it was looked for"
 
     def send(self, number: signal.Signals) -> float:
-        """When it was sent, in seconds since the epoch, as the log counts."""
+        """When it was sent, in seconds since the epoch, as the log counts. Raises ProcessLookupError: it has ended."""
         signal.pidfd_send_signal(self._pidfd, number)
         return time.time()
 

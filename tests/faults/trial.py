@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tests.faults.ledger import Ledger, Sent
-from tests.faults.promises import Promise, Step, schedule
+from tests.faults.promises import Promise, Step, measured, schedule
 from tests.faults.rig import OracleSuite
 
 # What has no reason to move unless a test names it.
@@ -93,16 +93,8 @@ class Trial:
         failures = [sent for sent in self.ledger.sent if sent.outcome in _FAILURES and sent not in allowed]
         broken = [f"{sent.request_id} {sent.outcome}: {sent.detail}" for sent in failures]
         self._measure_stalls()
-        measured = []
-        for figure in self.promise.figures:
-            values = self._series[figure.series]
-            assert values, f"nothing was measured of {figure.series}"
-            value = figure.of(values)
-            quantile = "worst" if figure.quantile == 1 else f"p{figure.quantile * 100:.0f}"
-            text = f"{figure.series} {quantile} {value:.3f} <= {figure.most:g}"
-            measured.append(text)
-            if value > figure.most:
-                broken.append(f"{text}: {[round(value, 3) for value in sorted(values)]}")
+        texts, off = measured(self.promise.figures, self._series)
+        broken += off
         named = {name for key in exactly for name in ((key,) if isinstance(key, str) else key)}
         still = [name for name in self.moved if name.startswith(_STILL) and name not in {*named, *unknown}]
         for key, expected in [*exactly.items(), *((name, 0) for name in still)]:
@@ -113,7 +105,7 @@ class Trial:
             broken.append(f"{_TWICE} moved by {self.moved[_TWICE]:g}, more than {_ASKED_TWICE}")
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
         line = f"{self.promise.name} seed {self.seed}: {len(self.ledger.sent)} requests: {outcomes}; " + "; ".join(
-            measured
+            texts
         )
         assert not broken, "\n".join([line, *broken[:40], self.suite.log()[-6000:]])
         return line
