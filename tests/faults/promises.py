@@ -180,12 +180,31 @@ PROMISES = {
             figures=(Figure("gone_s", 1, 1.0), Figure("start_s", 1, 15.0, "room for a busy machine")),
         ),
         Promise(
+            "A10",
+            "whatever is killed, stopped or cut every two seconds, only what a killed gateway had accepted is cut",
+            quick=16,
+            soak=180,
+            load=Load(rate=40, inputs=(1, 4)),
+            figures=(Figure("ready_again_s", 1, 10.0),),
+        ),
+        Promise(
             "A11",
             "processes may start in any order",
             quick=4,
             soak=24,
             load=Load(rate=0),
             figures=(Figure("ready_s", 1, 8.0),),
+        ),
+        Promise(
+            "A12",
+            "scheduler and worker killed, and a gateway stopped, within 0.3 s: no request fails",
+            quick=4,
+            soak=20,
+            load=Load(rate=40, inputs=(1, 4)),
+            figures=(
+                Figure("stall_s", 1, 6.0, "as where a scheduler is killed twice"),
+                Figure("ready_again_s", 0.95, 7.0),
+            ),
         ),
         Promise(
             "B1",
