@@ -29,7 +29,7 @@ up: install
 test: install $(CHROMIUM)
 	$(BIN)/python -m pytest
 
-# The promises of tests/faults/promises.py at their long counts: about a quarter of an hour.
+# The promises of tests/faults/promises.py at their long counts: about half an hour.
 soak: install
 	FAULTS=soak $(BIN)/python -m pytest tests/faults
 

@@ -89,6 +89,11 @@ class Ledger:
         """Send one request beside those of the timetable; its outcome is there at the end of the block, or `until`."""
         return self._send(list(texts), time.monotonic())
 
+    def rush(self, count: int, *, fresh: bool) -> None:
+        """Send so many short requests now, all at once: each on a new connection, or so that many are kept."""
+        for number in range(count):
+            self._send([f"w{number}"], time.monotonic(), fresh=fresh)
+
     async def until(self, sent: Sent) -> None:
         while not sent.outcomes:
             await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
@@ -118,11 +123,13 @@ class Ledger:
             ]
             self._send(texts, due_s)
 
-    def _send(self, texts: list[str], due_s: float) -> Sent:
+    def _send(self, texts: list[str], due_s: float, *, fresh: bool | None = None) -> Sent:
         assert len(self._open) < _MAX_OPEN, "the server stands still, or the load is more than it can do"
         sent = Sent(f"ledger-{self._seed}-{len(self.sent)}", texts, due_s)
         self.sent.append(sent)
-        task = asyncio.create_task(self._run(sent, fresh=random.Random(sent.request_id).random() < self._load.fresh))
+        if fresh is None:
+            fresh = random.Random(sent.request_id).random() < self._load.fresh
+        task = asyncio.create_task(self._run(sent, fresh=fresh))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
         return sent

@@ -208,11 +208,11 @@ PROMISES = {
         ),
         Promise(
             "B1",
-            "gateways restarted one by one fail no request, on new connections and on kept ones",
+            "gateways restarted one by one fail no request, of 200 newcomers at once or on 16 kept connections",
             quick=4,
             soak=20,
-            load=_ROLLS,
-            figures=(Figure("stall_s", 0.95, 1.0),),
+            load=Load(rate=60, inputs=(1, 2), words=(2, 5)),
+            figures=(Figure("stall_s", 0.5, 1.0, "beyond what as many newcomers wait while nothing is restarted"),),
             quick_requests=1_500,
             soak_requests=20_000,
         ),
@@ -225,6 +225,17 @@ PROMISES = {
             figures=(Figure("stall_s", 0.95, 1.0),),
             quick_requests=1_500,
             soak_requests=20_000,
+        ),
+        Promise(
+            "B2 throughput",
+            "while one worker of two is restarted, the other works at full speed",
+            quick=4,
+            soak=10,
+            load=Load(rate=0),
+            figures=(
+                Figure("missing", 0.5, 0.65, "0.55, and what it takes of two cores to start a process"),
+                Figure("missing", 1, 0.8, "likewise, where others use the cores as well"),
+            ),
         ),
         Promise(
             "B3",

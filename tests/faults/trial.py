@@ -31,6 +31,7 @@ class Trial:
     seed: int
     soak: bool
     ledger: Ledger = field(init=False)
+    calm_s: float = 0.0  # the longest latency where nothing is done to anybody, which stalls do not count
     moved: dict[str, float] = field(default_factory=dict)  # metrics, since the beginning; after the block
     after: dict[str, float] = field(default_factory=dict)  # what they are then
     _series: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -121,4 +122,4 @@ class Trial:
     def _measure_stalls(self) -> None:
         for (series, begun_s), (_, next_s) in pairwise([*self._faults, ("", float("inf"))]):
             touched = [s.latency_s for s in self.ledger.sent if s.ended_s >= begun_s and s.due_s < next_s]
-            self._series[series].append(max(touched, default=0.0))
+            self._series[series].append(max(0.0, max(touched, default=0.0) - self.calm_s))
