@@ -202,8 +202,10 @@ PROMISES = {
             soak=20,
             load=Load(rate=40, inputs=(1, 4)),
             figures=(
-                Figure("stall_s", 1, 6.0, "as where a scheduler is killed twice"),
-                Figure("ready_again_s", 0.95, 7.0),
+                Figure("stall_s", 0.5, 4.0),
+                Figure("stall_s", 1, 10.0, "three processes that start at once on two cores wait for each other"),
+                Figure("ready_again_s", 0.5, 7.0),
+                Figure("ready_again_s", 1, 15.0, "likewise"),
             ),
         ),
         Promise(
