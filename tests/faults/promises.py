@@ -1,4 +1,4 @@
-"""What is promised of a suite when its processes die, hang and are restarted: the figures, and how often it is tried.
+"""What is promised of a suite when its processes die, hang and are restarted, and when strangers come to its sockets.
 
 This table drives the tests beside it; each prints what it measured. `make test` tries a promise `quick` times, `make
 soak` `soak` times. Of each promise the same counts are zero, but where its test says which requests may fail: those
@@ -17,6 +17,10 @@ from tests.faults.ledger import Load
 
 _KILLS = Load(rate=16, inputs=(1, 32), connections=32)  # 60 % of what one worker can do
 _ROLLS = Load(rate=150, inputs=(1, 2), words=(2, 5))
+_BOTHERED = Load(rate=100, inputs=(1, 2), words=(2, 5))
+
+# Of a difference of two 99th percentiles of some hundred requests each, the median of a few.
+_NOISE = "two cores that others use: between two calm rounds the same differs by up to 20 ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +305,49 @@ PROMISES = {
             soak=10,
             load=Load(rate=60),
             figures=(Figure("stall_s", 1, 1.0),),
+        ),
+        Promise(
+            "E1",
+            "messages that were changed on the way stop nothing; who is served waits 1.5 times as long at the most",
+            quick=5_000,
+            soak=50_000,
+            load=_BOTHERED,
+            figures=(Figure("extra_p99_s", 0.5, 0.03, _NOISE),),
+        ),
+        Promise(
+            "E2",
+            "connections that send anything but ZeroMQ's protocol, all of it or its beginning, stop nothing",
+            quick=1_500,
+            soak=10_000,
+            load=_BOTHERED,
+            figures=(Figure("longest_s", 1, 1.0),),
+        ),
+        Promise(
+            "E5, E6",
+            "a second scheduler, or a second worker of a place, ends with status 75 and changes nothing",
+            quick=2,
+            soak=10,
+            load=_BOTHERED,
+            figures=(Figure("ended_s", 1, 5.0, "the time that Python and its modules take to start"),),
+        ),
+        Promise(
+            "C10",
+            "500 half-open connections and 100 unknown peers delay nobody, and who is new is let in at once",
+            quick=3,
+            soak=20,
+            load=_BOTHERED,
+            figures=(
+                Figure("extra_p99_s", 0.5, 0.03, _NOISE),
+                Figure("let_in_s", 1, 1.0),
+            ),
+        ),
+        Promise(
+            "G9",
+            "a socket's file that is deleted is bound again; who is connected notices nothing, who is new gets in",
+            quick=2,
+            soak=20,
+            load=_BOTHERED,
+            figures=(Figure("bound_again_s", 1, 2.0), Figure("joined_s", 1, 7.0)),
         ),
     )
 }

@@ -45,12 +45,14 @@ class OracleSuite(Suite):
         Path(folder, "run").mkdir(mode=0o700, exist_ok=True)
         port = port or free_port()
         conf = (ROOT / "supervisord.conf").read_text()
-        oracle = f"{sys.executable} -m tests.faults.oracle worker --folder {folder}/model"
+        # What a worker's process is started with, after Python.
+        self.oracle = ["-m", "tests.faults.oracle", "worker", "--folder", f"{folder}/model"]
+        self.oracle += ["--step-ms", str(STEP_MS), "--token-us", str(TOKEN_US)]
         for shipped, own in (
             ('HEDGEROW_PORT="8080"', f'HEDGEROW_PORT="{port}"'),
             ('HEDGEROW_GATEWAYS="2"', f'HEDGEROW_GATEWAYS="{NUM_GATEWAYS}"'),
             ('HEDGEROW_WORKERS="1"', f'HEDGEROW_WORKERS="{NUM_WORKERS}"'),
-            ("command=hedgerow worker", f"command={oracle} --step-ms {STEP_MS} --token-us {TOKEN_US}"),
+            ("command=hedgerow worker", f"command={sys.executable} {' '.join(self.oracle)}"),
         ):
             assert conf.count(shipped) == 1, shipped
             conf = conf.replace(shipped, own)

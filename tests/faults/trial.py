@@ -54,7 +54,12 @@ class Trial:
         self.moved = {name: value - self._before.get(name, 0) for name, value in self.after.items()}
 
     def steps(self) -> list[Step]:
-        return schedule(self.seed, self.promise.soak if self.soak else self.promise.quick)
+        return schedule(self.seed, self.count)
+
+    @property
+    def count(self) -> int:
+        """How often it is tried."""
+        return self.promise.soak if self.soak else self.promise.quick
 
     @property
     def num_requests(self) -> int:
