@@ -9,6 +9,8 @@ pieces, as the product does it.
 
     python -m tests.faults.oracle worker --folder MODEL --step-ms 10 --token-us 200
 
+`--leak-bytes` has it keep so much for good of each sequence that it runs.
+
 The argument `worker` is for who looks for the process. All else is configured as a worker is.
 """
 
@@ -162,7 +164,14 @@ class OracleEngine:
     has_chores = False
 
     def __init__(
-        self, run_dir: str, slot: int, facts: ModelFacts, step_s: float, token_s: float, metrics: Metrics
+        self,
+        run_dir: str,
+        slot: int,
+        facts: ModelFacts,
+        step_s: float,
+        token_s: float,
+        metrics: Metrics,
+        leak_bytes: int,
     ) -> None:
         self._run_dir = Path(run_dir)
         self._memory = Memory(run_dir)
@@ -170,6 +179,8 @@ class OracleEngine:
         self._facts = facts
         self._step_s = step_s
         self._token_s = token_s
+        self._leak_bytes = leak_bytes
+        self._leaked: list[bytes] = []
         self._running = Running(run_dir, slot)
         self._running.num_sequences = 0  # the one before may have died in a batch
         self._record = StepRecord(run_dir, slot)
@@ -205,6 +216,8 @@ class OracleEngine:
                 rows = np.ascontiguousarray(rows[:, :-4])
             elif fault is not None:
                 _misbehave(fault)
+        if self._leak_bytes:
+            self._leaked.extend(os.urandom(self._leak_bytes) for _ in batch.lengths)
         self._running.num_sequences = 0
         return LazyTensor(lambda: Rows(rows, finite))
 
@@ -255,6 +268,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--step-ms", type=float, required=True)
     parser.add_argument("--token-us", type=float, required=True)
+    parser.add_argument("--leak-bytes", type=int, default=0)
     costs, flags = parser.parse_known_args()
     sys.argv[1:] = flags  # the rest is a worker's own
 
@@ -263,7 +277,8 @@ def main() -> None:
 
         def build() -> OracleEngine:
             facts = _facts(costs.folder)
-            return OracleEngine(config.run_dir, config.slot, facts, costs.step_ms / 1e3, costs.token_us / 1e6, metrics)
+            step_s, token_s = costs.step_ms / 1e3, costs.token_us / 1e6
+            return OracleEngine(config.run_dir, config.slot, facts, step_s, token_s, metrics, costs.leak_bytes)
 
         return Server(config, metrics, build, joined).run()
 

@@ -1,4 +1,4 @@
-"""What is promised of a suite when its processes die, hang and are restarted, and when strangers come to its sockets.
+"""What is promised of a suite when its processes die, hang and are restarted, when strangers come, and what it takes.
 
 This table drives the tests beside it; each prints what it measured. `make test` tries a promise `quick` times, `make
 soak` `soak` times. Of each promise the same counts are zero, but where its test says which requests may fail: those
@@ -17,6 +17,7 @@ from tests.faults.ledger import Load
 
 _KILLS = Load(rate=16, inputs=(1, 32), connections=32)  # 60 % of what one worker can do
 _ROLLS = Load(rate=150, inputs=(1, 2), words=(2, 5))
+_QUIET = Load(rate=2)
 _BOTHERED = Load(rate=100, inputs=(1, 2), words=(2, 5))
 
 # Of a difference of two 99th percentiles of some hundred requests each, the median of a few.
@@ -348,6 +349,68 @@ PROMISES = {
             soak=20,
             load=_BOTHERED,
             figures=(Figure("bound_again_s", 1, 2.0), Figure("joined_s", 1, 7.0)),
+        ),
+        Promise(
+            "G1",
+            "memory stays where it is however many requests are answered; a leak is found by the same look",
+            quick=6_000,  # requests, after a third as many
+            soak=300_000,
+            load=_QUIET,
+            figures=(
+                Figure("growth_mib", 1, 2.0),
+                Figure("descriptors", 1, 4, "connections of the looks themselves"),
+                Figure("threads", 1, 0),
+            ),
+        ),
+        Promise(
+            "G2",
+            "memory stays where it is however many requests are refused",
+            quick=6_000,
+            soak=100_000,
+            load=_QUIET,
+            figures=(Figure("growth_mib", 1, 2.0, "1 MiB is what a heap takes at a time"),),
+        ),
+        Promise(
+            "G11",
+            "who is asked nothing does next to nothing",
+            quick=10,  # seconds
+            soak=60,
+            load=_QUIET,
+            figures=(
+                Figure("cpu_percent", 1, 5.0, "of a core, all together; beats as below. Two of them on idle cores"),
+                Figure(
+                    "scheduler_wakeups_per_s",
+                    1,
+                    100.0,
+                    "to be sure of a hang within two seconds each process beats four times a second, each way, to each "
+                    "of four peers, and ZeroMQ twice besides, which its own thread sends and answers: 60",
+                ),
+                Figure("peer_wakeups_per_s", 1, 40.0, "as above, to one peer: 20"),
+            ),
+        ),
+        Promise(
+            "C6",
+            "bodies that do not end hold as much memory as is allowed, and no more",
+            quick=200,  # connections
+            soak=2_000,
+            load=_QUIET,
+            figures=(
+                Figure(
+                    "kib_a_connection",
+                    1,
+                    96.0,
+                    "above nine eighths of the cap, not a tenth: a buffer that grows keeps an eighth in reserve, and "
+                    "what is read of a connection and not taken yet counts for none",
+                ),
+            ),
+        ),
+        Promise(
+            "G4",
+            "while nobody reads the log, however much there is to say, nothing stands still",
+            quick=6_000,  # messages that each make a line
+            soak=40_000,
+            load=_BOTHERED,
+            figures=(Figure("extra_p99_s", 1, 0.05, _NOISE),),
         ),
     )
 }

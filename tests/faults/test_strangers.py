@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -86,6 +87,29 @@ async def test_changed_messages_stop_nothing_and_delay_nobody(
     assert undecodable > running.count / 2
     report(running.judge(exactly={_NOT_MESSAGES: undecodable} | running.answers()))
     assert suite.children() == pids
+
+
+async def test_a_log_that_nobody_reads_stops_nothing(suite: OracleSuite, trial: StartTrial, report: Report) -> None:
+    pids = suite.children()
+    async with trial("G4") as running, strangers(suite, running.seed) as bother:
+        # All that the scheduler has to say is more than the pipe holds, to a supervisord that is stopped half the time.
+        calm_s = running.now_s()
+        undecodable = await bother(f"changed {running.count // 2}")
+        suite.process.send_signal(signal.SIGSTOP)
+        try:
+            stopped_s = running.now_s()
+            undecodable += await bother(f"changed {running.count // 2}")
+            ended_s = running.now_s()
+            unread = suite.log()
+            await running.settle()
+        finally:
+            suite.process.send_signal(signal.SIGCONT)
+        p99 = p99_s(running, stopped_s, ended_s)
+        running.measured("extra_p99_s", p99 - 1.5 * p99_s(running, calm_s, stopped_s))
+        await suite.ready()
+    report(running.judge(exactly={_NOT_MESSAGES: undecodable} | running.answers()))
+    assert suite.children() == pids
+    assert len(suite.log()) - len(unread) > 64 * 1024  # what waited in the pipe, and beyond
 
 
 async def test_garbage_on_the_sockets_stops_nothing(suite: OracleSuite, trial: StartTrial, report: Report) -> None:
