@@ -457,10 +457,11 @@ class Scheduler:
         except BadResult as nonsense:
             self._distrust(worker, batch, nonsense, now_ns)
             return
-        if part.num_tokens <= worker.longest:
-            # It has run as long ones before: it is the device that has less memory now, and others may have more.
+        if part.num_tokens <= self._fleet.longest:
+            # As long ones have run: it is this device that has less memory, now or ever, and others may have more.
             short = Unavailable("A worker is short of memory for inputs of this length. Try again.", retry_after_s=5)
             self._retry_failed(part, short, now_ns)
+            self._fleet.rest(worker, now_ns)
         elif not part.pending.settled:
             too_large = InputTooLarge(
                 f"This input has {part.num_tokens} tokens, more than the device has memory for. Split it or cut it."

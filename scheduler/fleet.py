@@ -52,6 +52,7 @@ _HANDOVER_SHARE = 0.05
 MISSING_NS = 2_000_000_000
 _MAX_MISSING = 2  # a connection may break and come back; twice in a row, and it is the worker that cannot be understood
 
+_REST_NS = 1_000_000_000
 _SHORT_OF_MEMORY_NS = 60_000_000_000  # how long a worker gets smaller batches
 
 # The longest that one batch may take: generous, since a first step of its kind may compile for seconds. A worker gives
@@ -90,6 +91,7 @@ class Worker:
     fitting_tokens: int | None = None  # of a batch, while memory is short
     memory_back_ns: int = 0  # from when on it is taken not to be, as long as fitting_tokens says anything
     longest: int = 0  # tokens of the longest sequence that it has run
+    rests_until_ns: int = 0  # no new work before
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +156,7 @@ class Fleet:
             worker
             for worker in self._workers.values()
             if now_ns - worker.last_heard_ns < SUSPECT_NS
+            and worker.rests_until_ns <= now_ns
             and (free_at_ns := worker.free_at_ns(late=late)) is not None
             and free_at_ns <= now_ns
         ]
@@ -161,9 +164,17 @@ class Fleet:
 
     def next_free_ns(self, now_ns: int) -> int | None:
         """When the first of the workers' slots that are kept open may be filled; None where none is."""
-        heard = [worker for worker in self._workers.values() if now_ns - worker.last_heard_ns < SUSPECT_NS]
-        times_ns = [worker.free_at_ns(late=True) for worker in heard if worker.in_flight]
+        times_ns = [
+            worker.free_at_ns(late=True)
+            for worker in self._workers.values()
+            if worker.in_flight and now_ns - worker.last_heard_ns < SUSPECT_NS and worker.rests_until_ns <= now_ns
+        ]
         return min((time_ns for time_ns in times_ns if time_ns is not None), default=None)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that any of the workers has run."""
+        return max((worker.longest for worker in self._workers.values()), default=0)
 
     def most_tokens(self, worker: Worker) -> int:
         """Of a step of this worker."""
@@ -249,6 +260,10 @@ class Fleet:
         """A batch had to run in pieces of so many tokens: give this worker smaller ones for a while."""
         worker.fitting_tokens = int(pieces.max())
         worker.memory_back_ns = now_ns + _SHORT_OF_MEMORY_NS
+
+    def rest(self, worker: Worker, now_ns: int) -> None:
+        """Give a worker nothing for a moment which fails where others do not: free at once, it would get all."""
+        worker.rests_until_ns = now_ns + _REST_NS
 
     def recover(self, now_ns: int) -> list[Worker]:
         """Take memory not to be short any more where it has not been for long enough; at which workers."""

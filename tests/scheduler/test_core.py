@@ -974,18 +974,35 @@ def test_an_input_as_long_as_others_that_ran_there_is_tried_again_and_then_told_
     rig.request(1, [1] * 30)
     rig.finish(rig.take(Batch)[0])
     rig.request(2, [2], [3] * 30)
-    failures = 0
-    while batches := rig.take(Batch):
-        for batch in batches:
-            if 3 in batch.token_ids:
-                failures += 1
-                rig.worker(BatchFailed(EPOCH, batch.batch_id, "no memory", batch.lengths.tolist().index(30)))
-            else:
-                rig.finish(batch)
-    assert failures == 3
+    failed_ns = []
+    for _ in range(4):
+        while batches := rig.take(Batch):
+            for batch in batches:
+                if 3 in batch.token_ids:
+                    failed_ns.append(rig.now_ns)
+                    rig.worker(BatchFailed(EPOCH, batch.batch_id, "no memory", batch.lengths.tolist().index(30)))
+                else:
+                    rig.finish(batch)
+        rig.live(1)
+    assert [(ns - failed_ns[0]) // SECOND for ns in failed_ns] == [0, 1, 2]
     (failure,) = rig.take(Failure)
     assert (failure.request_id, failure.code, failure.sequence) == (2, "no_capacity", 1)
     assert failure.retry_after_ms == 5000
+
+
+def test_an_input_that_one_worker_has_no_memory_for_runs_on_another_that_has_run_as_long_ones(rig: Rig) -> None:
+    rig.request(1, [1] * 30)
+    rig.finish(rig.take(Batch)[0])
+    rig.hello(b"w1")
+    rig.request(2, [2] * 10)
+    rig.request(3, [3] * 30)
+    (other,) = rig.take(Batch, b"w0")
+    (batch,) = rig.take(Batch, b"w1")
+    rig.worker(BatchFailed(EPOCH, batch.batch_id, "no memory", 0), b"w1")
+    assert rig.take(Failure) == []
+    rig.finish(other)
+    rig.finish(next(batch for batch in rig.take(Batch) if 3 in batch.token_ids))
+    assert [reply.request_id for reply in rig.take(Reply)] == [1, 2, 3]
 
 
 def test_naming_a_sequence_that_the_batch_does_not_have_ends_the_worker(rig: Rig) -> None:
