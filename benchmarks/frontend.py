@@ -145,6 +145,7 @@ def a_request(request_id: int) -> Request:
         fingerprint="0123456789abcdef",
         deadline_ns=2**62,
         lane="online",
+        tenant=0,
         opens=True,
         dimensions=DIMENSIONS,
         normalize=True,

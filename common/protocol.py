@@ -152,13 +152,15 @@ class Request:
     """Sequences to embed: all of a client's request, or one piece of a long one.
 
     `opens` marks the first piece: admission may refuse only that one, since the pieces that follow belong to a
-    request that was accepted. `dimensions`, `normalize` and `encoding` hold for every row.
+    request that was accepted. `tenant` says whose it is, a number for each key and 0 for all without one: those of a
+    lane take turns. `dimensions`, `normalize` and `encoding` hold for every row.
     """
 
     request_id: int
     fingerprint: str  # the model that it was tokenized for; another one would answer nonsense
     deadline_ns: int
     lane: str
+    tenant: int
     opens: bool
     dimensions: int
     normalize: bool  # of float32 rows; the others are made of the row as the model pools it

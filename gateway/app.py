@@ -139,6 +139,11 @@ class Call:
         self.parse, self.tokenize, self.render = Stage(), Stage(), Stage()
         self.queue_us = self.step_us = 0
 
+    @property
+    def tenant(self) -> int:
+        """Whose request it is: a number for each key, 0 where none is needed."""
+        return 0 if self.key is None else self.key.tenant
+
 
 Handler = Callable[[Call], Awaitable[web.Response]]
 
@@ -481,6 +486,7 @@ class Gateway:
                 encoding=request.encoding,
                 lane=call.lane,
                 deadline_ns=call.deadline_ns,
+                tenant=call.tenant,
             ),
             type_starts=type_starts,
             spans=spans,

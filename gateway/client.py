@@ -122,6 +122,7 @@ class Options:
     encoding: str  # float32, int8, binary or sparse
     lane: str
     deadline_ns: int
+    tenant: int = 0  # whose request it is, as in a Request
 
 
 @dataclass(slots=True, eq=False)
@@ -389,6 +390,7 @@ class Ledger:
                 fingerprint=options.fingerprint,
                 deadline_ns=options.deadline_ns,
                 lane=options.lane,
+                tenant=options.tenant,
                 opens=opens,
                 dimensions=options.dimensions,
                 normalize=options.normalize,

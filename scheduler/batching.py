@@ -1,10 +1,17 @@
-"""What runs next: first come, first served within a lane, up to a token budget. Pure: no clock, no socket.
+"""What runs next: first come, first served of a tenant within a lane, up to a token budget. Pure: no clock, no socket.
 
 Latency follows the number of tokens, hardly that of sequences, so a batch is a token budget, and a batch is formed
-when a worker has a free slot, from what waits: no timer, no minimum. Within a lane nothing overtakes: a sequence that
-does not fit waits for the next batch, as all behind it do, and one longer than the whole budget runs alone. So do
-sparse sequences next to dense ones, whose rows travel differently, and more rows than a result can hold. A request may
-be split over several batches; work that comes back from a lost worker returns to its old place in the order of arrival.
+when a worker has a free slot, from what waits: no timer, no minimum. Of one tenant (requests with one key, or all
+without) nothing overtakes within a lane: a sequence that does not fit waits for the next batch, as all behind it do,
+and one longer than the whole budget runs alone. So do sparse sequences next to dense ones, whose rows travel
+differently, and more rows than a result can hold. A request may be split over several batches; work that comes back
+from a lost worker returns to its old place in the order of arrival.
+
+Tenants that wait in the same lane take turns, and whose turn it is depends on the tokens that each has had, so that one
+that asks for ten times as much as another fills its own queue and not the other's. Who comes new, or again, begins as
+if it had had as much as the one whose turn it was: nothing is saved up. (Start-time fair queueing, Goyal et al. 1996.
+Deficit round robin, which is much like it, lets who comes wait for a round of everybody else's.) Alone, a tenant has
+the whole budget, first come first served.
 
 Lanes come in their order: what is left of a budget goes to the next one. A lane below has a budget of its own, which
 its caller makes smaller while the lanes above are in use, so that who arrives there waits for a small step at most. So
@@ -20,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -91,8 +98,8 @@ class Part:
 
 
 @dataclass(slots=True)
-class _Lane:
-    """What waits in one lane."""
+class _Line:
+    """What waits of one tenant in one lane."""
 
     heap: list[tuple[int, int, Part]] = field(default_factory=list)  # by arrival and first sequence, never two the same
     num_tokens: int = 0
@@ -109,12 +116,6 @@ class _Lane:
         self.num_sequences -= part.num_sequences
         return part
 
-    def head(self) -> Part | None:
-        """The part that is next, if any still has a taker."""
-        while self.heap and self.heap[0][2].pending.settled:
-            self.pop()
-        return self.heap[0][2] if self.heap else None
-
     def prune(self) -> None:
         kept = [entry for entry in self.heap if not entry[2].pending.settled]
         if len(kept) < len(self.heap):
@@ -122,6 +123,86 @@ class _Lane:
             self.heap = kept
             self.num_tokens = sum(part.num_tokens for _, _, part in kept)
             self.num_sequences = sum(part.num_sequences for _, _, part in kept)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The tenants that wait in one lane, and whose turn it is."""
+
+    lines: dict[int, _Line] = field(default_factory=dict)  # by tenant, none of them empty between calls
+    # A heap with an entry for each line: the tokens that its tenant has had, the arrival of what was first in it when
+    # its last turn ended, the tenant.
+    turns: list[tuple[int, int, int]] = field(default_factory=list)
+    num_had: int = 0  # tokens, of the tenant whose turn was last, before it: where who comes new begins
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(line.num_tokens for line in self.lines.values())
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(line.num_sequences for line in self.lines.values())
+
+    def tokens_before(self, tenant: int, num_tokens: int) -> int:
+        """Tokens of this lane that run before so many of this tenant's that come now have: its own that wait, and of
+        each other one's as many, if there are."""
+        own = self.lines[tenant].num_tokens if tenant in self.lines else 0
+        others = (line.num_tokens for other, line in self.lines.items() if other != tenant)
+        return own + sum(min(waiting, own + num_tokens) for waiting in others)
+
+    def push(self, part: Part) -> None:
+        tenant = part.pending.request.tenant
+        line = self.lines.get(tenant)
+        if line is None:
+            line = self.lines[tenant] = _Line()
+            heapq.heappush(self.turns, (self.num_had, part.pending.arrival, tenant))
+        line.push(part)
+
+    def head(self) -> Part | None:
+        """The part that is next, if any still has a taker."""
+        while self.turns:
+            tenant = self.turns[0][2]
+            line = self.lines[tenant]
+            while line.heap and line.heap[0][2].pending.settled:
+                line.pop()
+            if line.heap:
+                return line.heap[0][2]
+            heapq.heappop(self.turns)
+            del self.lines[tenant]
+        return None
+
+    def turn(self, head: Part, most: int) -> int:
+        """How many sequences of the part that is next its tenant may have in this turn: at least one."""
+        if len(self.lines) == 1:
+            return head.num_sequences
+        return max(1, _fitting(head.pending.offsets, head.start, most // len(self.lines)))
+
+    def take(self, num_sequences: int) -> Part:
+        """Take so many of the part that is next, which ends its tenant's turn."""
+        self.num_had, _, tenant = self.turns[0]
+        line = self.lines[tenant]
+        head = line.pop()
+        stop = min(head.start + num_sequences, head.stop)
+        taken = Part(head.pending, head.start, stop, head.losses)
+        if stop < head.stop:
+            line.push(Part(head.pending, stop, head.stop, head.losses))
+        if line.heap:
+            heapq.heapreplace(self.turns, (self.num_had + taken.num_tokens, line.heap[0][0], tenant))
+        else:
+            heapq.heappop(self.turns)
+            del self.lines[tenant]
+        return taken
+
+    def prune(self) -> None:
+        for line in self.lines.values():
+            line.prune()
+        if any(not line.heap for line in self.lines.values()):
+            self.lines = {tenant: line for tenant, line in self.lines.items() if line.heap}
+            self.turns = [turn for turn in self.turns if turn[2] in self.lines]
+            heapq.heapify(self.turns)
+
+    def parts(self) -> Iterator[Part]:
+        return (part for line in self.lines.values() for _, _, part in line.heap)
 
 
 class BatchQueue:
@@ -139,18 +220,23 @@ class BatchQueue:
     def num_sequences(self) -> int:
         return sum(lane.num_sequences for lane in self._lanes.values())
 
-    def tokens_before(self, lane: str) -> int:
-        """Tokens that wait in this lane and in those above it: what a request that comes now has before it."""
-        num_tokens = 0
+    def tokens_before(self, lane: str, tenant: int, num_tokens: int) -> int:
+        """What so many tokens of this tenant that come now in this lane have before them: all that waits in the lanes
+        above, and in their own what has its turn sooner."""
+        total = 0
         for name, waiting in self._lanes.items():
-            num_tokens += waiting.num_tokens
             if name == lane:
-                break
-        return num_tokens
+                return total + waiting.tokens_before(tenant, num_tokens)
+            total += waiting.num_tokens
+        raise AssertionError("no request names a lane that there is not")
+
+    def tokens_in(self, lane: str) -> int:
+        """Tokens that wait in this lane."""
+        return self._lanes[lane].num_tokens
 
     def waiting_lanes(self) -> list[str]:
         """Those in which something waits."""
-        return [name for name, lane in self._lanes.items() if lane.heap]
+        return [name for name, lane in self._lanes.items() if lane.lines]
 
     def push(self, part: Part) -> None:
         """Add new work, or give returned work its old place."""
@@ -164,7 +250,8 @@ class BatchQueue:
 
         Never more than `max_rows` rows, nor more tokens than a lane may have in a batch together with what is in it
         already (`max_tokens`, of all lanes or by lane), unless the oldest sequence alone has more: then just that one.
-        The lane `first` goes first, the others follow in their order.
+        The lane `first` goes first, the others follow in their order; of a lane its tenants in turns, each of them an
+        equal part of its tokens long, or a sequence.
         """
         batch: list[Part] = []
         num_tokens = num_sequences = 0
@@ -186,15 +273,11 @@ class BatchQueue:
                     if batch:
                         break
                     fitting = 1
-                lane.pop()
-                taken = Part(pending, head.start, min(head.start + fitting, head.stop), head.losses)
+                taken = lane.take(min(fitting, lane.turn(head, limit)))
                 batch.append(taken)
                 num_tokens += taken.num_tokens
                 room_rows -= taken.num_rows
                 num_sequences += taken.num_sequences
-                if taken.stop < head.stop:
-                    lane.push(Part(pending, taken.stop, head.stop, head.losses))
-                    break
         return batch
 
     def expired(self, now_ns: int) -> list[Pending]:
@@ -213,11 +296,11 @@ class BatchQueue:
 
     def pending(self) -> list[Pending]:
         """Every unsettled request that still has sequences waiting."""
-        parts = (part for lane in self._lanes.values() for _, _, part in lane.heap)
+        parts = (part for lane in self._lanes.values() for part in lane.parts())
         return list({part.pending.arrival: part.pending for part in parts if not part.pending.settled}.values())
 
     def __len__(self) -> int:
-        return sum(len(lane.heap) for lane in self._lanes.values())
+        return sum(len(line.heap) for lane in self._lanes.values() for line in lane.lines.values())
 
 
 class Shares:

@@ -367,7 +367,7 @@ class Scheduler:
             return
         self._arrived_ns[request.lane] = now_ns
         if request.opens:
-            queued_tokens = self._queue.tokens_before(request.lane)
+            queued_tokens = self._queue.tokens_before(request.lane, request.tenant, len(request.token_ids))
             error = self._admission.refusal(
                 queued_tokens=queued_tokens,
                 wait_ms=self._fleet.wait_ms(queued_tokens, now_ns),
@@ -589,7 +589,7 @@ class Scheduler:
         A second slot is filled as late as it can be, so that who comes meanwhile joins; but at once where that could
         change nothing, since nobody comes whom lanes below would have to wait for, or since the batch is full already.
         """
-        num_tokens = self._queue.tokens_before("online")
+        num_tokens = self._queue.tokens_in("online")
         late = self._is_present("online", now_ns) and any(
             num_tokens < self._fleet.most_tokens(worker) for worker in self._fleet.all()
         )

@@ -66,12 +66,12 @@ TYPES_AND_SPANS = {
     "span_counts": int32(2, 1),
     "spans": int32(0, 2, 2, 3, 1, 4).reshape(3, 2),
 }
-REQUEST = Request(1, "f1", 2**62, "online", True, 384, False, "int8", np.arange(7, dtype=np.int32), int32(3, 4))
+REQUEST = Request(1, "f1", 2**62, "online", 5, True, 384, False, "int8", np.arange(7, dtype=np.int32), int32(3, 4))
 BATCH = Batch(9, 4, np.arange(7, dtype=np.int32), int32(3, 4), int32(384, 64), uint8(1, 0), uint8(0, 2))
 
 MESSAGES: list[Message] = [
     Join(PROTOCOL_VERSION, "gateway-0", 12),
-    Request(1, "f1", 2**62, "online", True, 384, False, "int8", int32(5, 6, 7), int32(1, 2)),
+    Request(1, "f1", 2**62, "online", 0, True, 384, False, "int8", int32(5, 6, 7), int32(1, 2)),
     dataclasses.replace(REQUEST, type_starts=TYPES_AND_SPANS["type_starts"]),
     dataclasses.replace(REQUEST, span_counts=TYPES_AND_SPANS["span_counts"], spans=TYPES_AND_SPANS["spans"]),
     dataclasses.replace(REQUEST, encoding="sparse", **TYPES_AND_SPANS),
@@ -326,8 +326,8 @@ def test_of_types_and_spans_all_travel_or_none(left_out: int) -> None:
 
 def request_frames(**changes: object) -> list[bytes]:
     """A Request's frames with some header fields replaced."""
-    scalars = ["request_id", "fingerprint", "deadline_ns", "lane", "opens", "dimensions", "normalize", "encoding"]
-    names = ["kind", *scalars, "shapes"]
+    scalars = ["request_id", "fingerprint", "deadline_ns", "lane", "tenant", "opens", "dimensions"]
+    names = ["kind", *scalars, "normalize", "encoding", "shapes"]
     frames = [bytes(frame) for frame in encode(MESSAGES[1])]
     header = msgpack.unpackb(frames[0])
     for name, value in changes.items():
@@ -368,6 +368,7 @@ def test_replies_need_three_numbers_for_each_row(answers: npt.ArrayLike) -> None
         request_frames(dimensions=2**31),
         [msgpack.packb([1, PROTOCOL_VERSION, "gateway-0", 0, []])],
         [msgpack.packb([1, PROTOCOL_VERSION, "gateway-0", 2**31, []])],
+        request_frames(tenant=-1),
         request_frames(opens=1),
         request_frames(lane=b"online"),
         request_frames(encoding="int4"),

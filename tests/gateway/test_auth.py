@@ -444,3 +444,10 @@ def test_a_file_that_is_none_or_too_large_is_refused(write: Callable[..., str], 
 
 def test_a_key_shows_itself_to_nobody_who_prints_it() -> None:
     assert "sesame" not in repr(Key.of("sesame", name="team-a"))
+
+
+def test_each_key_is_a_tenant_of_its_own_and_none_is_nobodys() -> None:
+    first, second = Key.of("a-key"), Key.of("another-key")
+    assert first.tenant == Key.of("a-key", name="search").tenant
+    assert first.tenant != second.tenant
+    assert 0 < first.tenant < 2**63

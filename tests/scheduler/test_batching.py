@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.protocol import Request
+from common.protocol import LANES, Request
 from scheduler.batching import BatchQueue, Part, Pending, Shares
 
 
@@ -16,6 +18,7 @@ def make_pending(
     *,
     deadline_ns: int = 10**12,
     lane: str = "online",
+    tenant: int = 0,
     encoding: str = "float32",
     span_counts: list[int] | None = None,
 ) -> Pending:
@@ -25,6 +28,7 @@ def make_pending(
         fingerprint="",
         deadline_ns=deadline_ns,
         lane=lane,
+        tenant=tenant,
         opens=True,
         dimensions=4,
         normalize=True,
@@ -165,8 +169,75 @@ def test_tokens_before_a_lane_are_those_of_it_and_of_the_lanes_above() -> None:
     queue = BatchQueue()
     for arrival, (lane, length) in enumerate([("online", 1), ("score", 10), ("backfill", 100)]):
         queue.push(whole(make_pending(arrival, [length], lane=lane)))
-    assert [queue.tokens_before(lane) for lane in ("online", "score", "backfill")] == [1, 11, 111]
+    assert [queue.tokens_before(lane, 0, 1) for lane in ("online", "score", "backfill")] == [1, 11, 111]
     assert (queue.num_tokens, queue.num_sequences) == (111, 3)
+
+
+def test_tenants_of_a_lane_have_a_batch_in_equal_parts() -> None:
+    queue = BatchQueue()
+    for arrival in range(10):
+        queue.push(whole(make_pending(arrival, [2, 2], tenant=1)))
+    queue.push(whole(make_pending(10, [2, 2, 2, 2], tenant=2)))
+    assert shape(queue.next_batch(12, 1000)) == [(0, 0, 2), (10, 0, 3), (1, 0, 1)]
+    assert shape(queue.next_batch(12, 1000)) == [(1, 1, 2), (10, 3, 4), (2, 0, 2), (3, 0, 2)]
+
+
+def test_a_tenant_that_took_more_than_its_turn_waits_the_longer() -> None:
+    queue = BatchQueue()
+    for arrival in range(4):
+        queue.push(whole(make_pending(arrival, [9], tenant=1)))
+    for arrival in range(4, 12):
+        queue.push(whole(make_pending(arrival, [3], tenant=2)))
+    assert [[part.pending.arrival for part in queue.next_batch(9, 1000)] for _ in range(4)] == [
+        [0],
+        [4, 5, 6],
+        [1],
+        [7, 8, 9],
+    ]
+
+
+def test_who_comes_back_has_saved_nothing_up() -> None:
+    queue = BatchQueue()
+    queue.push(whole(make_pending(0, [4], tenant=2)))
+    for arrival in range(1, 40):
+        queue.push(whole(make_pending(arrival, [4], tenant=1)))
+    for _ in range(8):
+        queue.next_batch(8, 1000)  # tenant 2 has nothing waiting any more, and all the turns are tenant 1's
+    for arrival in range(40, 48):
+        queue.push(whole(make_pending(arrival, [4], tenant=2)))
+    assert [[part.pending.request.tenant for part in queue.next_batch(8, 1000)] for _ in range(3)] == [[2, 1]] * 3
+
+
+def test_returned_work_takes_its_old_place_among_its_own_tenants() -> None:
+    queue = BatchQueue()
+    for arrival in range(4):
+        queue.push(whole(make_pending(arrival, [4], tenant=arrival % 2)))
+    first = queue.next_batch(8, 1000)
+    assert shape(first) == [(0, 0, 1), (1, 0, 1)]
+    for part in first:
+        queue.push(part)
+    assert [[part.pending.arrival for part in queue.next_batch(8, 1000)] for _ in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_before_a_tenants_work_comes_of_each_other_one_at_most_as_much() -> None:
+    queue = BatchQueue()
+    for arrival, (tenant, length) in enumerate([(1, 1000), (2, 30), (3, 5)]):
+        queue.push(whole(make_pending(arrival, [length], tenant=tenant)))
+    assert queue.tokens_before("online", 1, 10) == 1000 + 30 + 5
+    assert queue.tokens_before("online", 2, 10) == 30 + 40 + 5
+    assert queue.tokens_before("online", 4, 10) == 10 + 10 + 5
+    assert queue.tokens_in("online") == 1035
+
+
+def test_a_tenant_whose_work_is_all_settled_takes_no_turn() -> None:
+    queue = BatchQueue()
+    gone = make_pending(0, [4], tenant=1)
+    queue.push(whole(gone))
+    queue.push(whole(make_pending(1, [4], tenant=2)))
+    gone.settled = True
+    queue.prune()
+    assert shape(queue.next_batch(4, 1000)) == [(1, 0, 1)]
+    assert (queue.num_tokens, len(queue), queue.waiting_lanes()) == (0, 0, [])
 
 
 def test_a_share_that_nobody_wanted_is_not_saved_up() -> None:
@@ -265,3 +336,43 @@ def test_every_sequence_leaves_exactly_once_in_order_and_within_the_budget(
         left += [(part.pending.arrival, index) for part in batch for index in range(part.start, part.stop)]
     assert left == [(arrival, index) for arrival, lengths in enumerate(requests) for index in range(len(lengths))]
     assert (queue.num_tokens, queue.num_sequences) == (0, 0)
+
+
+_QUEUED = st.tuples(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),  # lengths
+    st.sampled_from(LANES),
+    st.integers(0, 2),  # tenant
+    st.integers(0, 2),  # losses
+    st.booleans(),  # sparse
+    st.booleans(),  # settled
+)
+
+
+@settings(max_examples=50_000 if os.environ.get("FAULTS") == "soak" else 2_000, deadline=None)
+@given(
+    queued=st.lists(_QUEUED, max_size=10),
+    budgets=st.fixed_dictionaries({lane: st.integers(1, 60) for lane in LANES}),
+    first=st.sampled_from(LANES),
+    max_rows=st.integers(1, 20),
+)
+def test_whatever_waits_the_next_batch_has_some_of_it_and_of_each_tenant_its_oldest(
+    queued: list[tuple[list[int], str, int, int, bool, bool]], budgets: dict[str, int], first: str, max_rows: int
+) -> None:
+    queue = BatchQueue()
+    waiting: dict[tuple[str, int], list[tuple[int, int]]] = {}  # by lane and tenant: arrivals and sequences, in order
+    for arrival, (lengths, lane, tenant, losses, sparse, settled) in enumerate(queued):
+        pending = make_pending(arrival, lengths, lane=lane, tenant=tenant, encoding="sparse" if sparse else "float32")
+        pending.settled = settled
+        queue.push(whole(pending, losses))
+        if not settled:
+            line = waiting.setdefault((lane, tenant), [])
+            line += [(arrival, index) for index in range(len(lengths))]
+    while any(waiting.values()):
+        batch = queue.next_batch(budgets, max_rows, first)
+        assert batch
+        for part in batch:
+            line = waiting[part.pending.request.lane, part.pending.request.tenant]
+            for index in range(part.start, part.stop):
+                assert line.pop(0) == (part.pending.arrival, index)
+    assert queue.next_batch(budgets, max_rows, first) == []
+    assert (queue.num_tokens, queue.num_sequences, len(queue)) == (0, 0, 0)

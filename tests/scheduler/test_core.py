@@ -102,9 +102,12 @@ class Rig:
         deadline_s: float = 60,
         opens: bool = True,
         lane: str = "online",
+        tenant: int = 0,
     ) -> None:
         deadline_ns = int(deadline_s * SECOND)
-        self.gateway(make_request(request_id, *sequences, deadline_ns=deadline_ns, opens=opens, lane=lane))
+        self.gateway(
+            make_request(request_id, *sequences, deadline_ns=deadline_ns, opens=opens, lane=lane, tenant=tenant)
+        )
 
     def finish(
         self, batch: Batch, peer: bytes = b"w0", nonfinite: tuple[int, ...] = (), *, step_us: int = 5000
@@ -139,6 +142,7 @@ def make_request(
     deadline_ns: int = 2**62,
     opens: bool = True,
     lane: str = "online",
+    tenant: int = 0,
     encoding: str = "float32",
     type_starts: list[int] | None = None,
     spans: list[list[tuple[int, int]]] | None = None,
@@ -149,6 +153,7 @@ def make_request(
         fingerprint=FACTS.fingerprint,
         deadline_ns=deadline_ns,
         lane=lane,
+        tenant=tenant,
         opens=opens,
         dimensions=DIMENSIONS,
         normalize=True,
@@ -1355,6 +1360,22 @@ def test_a_full_backfill_queue_refuses_nobody_who_is_online(rig: Rig) -> None:
         rig.request(request_id, [2] * 64, lane="backfill")
     assert {failure.code for failure in rig.take(Failure)} == {"overloaded"}
     rig.request(1000, [1] * 3)
+    assert rig.take(Failure) == []
+
+
+def test_a_tenant_that_has_filled_the_queue_is_refused_and_another_is_let_in_up_to_its_part(rig: Rig) -> None:
+    learn(rig)  # a millisecond a token, so that 10,000 tokens are a full queue
+    for request_id in range(1, 300):
+        rig.request(request_id, [2] * 64, tenant=1)
+    assert {failure.code for failure in rig.take(Failure)} == {"overloaded"}
+    for request_id in range(300, 400):
+        rig.request(request_id, [3] * 64, tenant=2)
+    refused = {failure.request_id: failure.code for failure in rig.take(Failure)}
+    assert set(refused.values()) == {"overloaded"}
+    assert 375 <= min(refused) <= 380  # 5,000 of its own tokens wait for as many of the other's
+    rig.request(400, [2] * 64, tenant=1)
+    assert [failure.request_id for failure in rig.take(Failure)] == [400]
+    rig.request(401, [4] * 64, tenant=3)
     assert rig.take(Failure) == []
 
 
