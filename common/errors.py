@@ -169,6 +169,14 @@ class Overloaded(ServiceError):
     default_code = "overloaded"
     retryable = True
 
+    @classmethod
+    def queue_full(cls, wait_ms: float) -> Overloaded:
+        """What would run before a request takes so long."""
+        return cls(
+            f"The queue is full: {wait_ms / 1000:.1f} s of work wait. Try again later, or send less at once.",
+            retry_after_s=wait_ms / 1000,
+        )
+
 
 class RateLimited(ServiceError):
     status = 429

@@ -64,7 +64,9 @@ class Metrics:
         self.batches = counter("hedgerow_batches", "Batches by outcome", "outcome")
         self.batch_tokens = histogram("hedgerow_batch_tokens", "Tokens of a batch", _TOKENS)
         self.refused = counter(
-            "hedgerow_refused_requests", "Requests that the scheduler answered with a failure, by code", "code"
+            "hedgerow_refused_requests",
+            "Requests that the scheduler answered with a failure, or a gateway in its stead, by code",
+            "code",
         )
         self.step_prediction = histogram(
             "hedgerow_step_prediction_ratio", "How long a step took, as a part of what was predicted", _RATIOS

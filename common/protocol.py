@@ -89,6 +89,7 @@ LANES = ("online", "score", "backfill")
 # Shared, so read-only, as are all arrays that came from bytes.
 NO_NUMBERS: Int32Vector = np.frombuffer(b"", dtype="<i4")
 NO_SPANS: Int32Matrix = NO_NUMBERS.reshape(0, 2)
+NONE_FULL: Int64Matrix = np.frombuffer(b"", dtype="<i8").reshape(0, 4)
 
 
 def _no_numbers() -> Int32Vector:
@@ -97,6 +98,10 @@ def _no_numbers() -> Int32Vector:
 
 def _no_spans() -> Int32Matrix:
     return NO_SPANS
+
+
+def _none_full() -> Int64Matrix:
+    return NONE_FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +276,24 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The scheduler's own pulse, with what /ready needs to know."""
+    """The scheduler's own pulse, with what /ready needs to know, and for whom the queue is full.
+
+    A gateway that has just had a request refused is told `full` at once, all others with the next pulse.
+    """
 
     epoch: int
     workers_ready: int
     workers_total: int
     progressing: bool  # nothing outstanding, or something finished lately
+    # [refused, 4] of each its lane's place among LANES, its tenant, until when a gateway is to refuse its requests
+    # itself, and when what waits before them is expected to be done. The former is at most a second after the queue was
+    # looked at: what is older says nothing.
+    full: Int64Matrix = field(default_factory=_none_full)
+
+    def __post_init__(self) -> None:
+        full = self.full
+        if full.shape[1] != 4 or (len(full) and (int(full.min()) < 0 or int(full[:, 0].max()) >= len(LANES))):
+            raise ValueError("needs a lane that there is, a tenant and two times of each that is refused")
 
 
 @dataclass(frozen=True, slots=True)

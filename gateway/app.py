@@ -329,6 +329,7 @@ class Gateway:
             raise unsupported("partial", "a bare matrix cannot tell whose rows are missing")
         if call.key is not None:
             self._budgets.check(call.key, now_ns())
+        self._client.check_queue(call.lane, call.tenant)
         outcome = await self._ask_model(call, model, asked.request)
         size = outcome.rows.size + asked.num_chars
         if matrix is not None:

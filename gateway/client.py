@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import os
+import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ import zmq
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    Overloaded,
     ProtocolError,
     ServiceError,
     ShuttingDown,
@@ -33,6 +35,7 @@ from common.errors import (
 from common.metrics import Metrics
 from common.protocol import (
     ENCODINGS,
+    LANES,
     NO_NUMBERS,
     NO_SPANS,
     PROTOCOL_VERSION,
@@ -84,6 +87,11 @@ _LAG_NS = 500_000_000
 # One of: float32 [rows, dimensions], int8 [rows, dimensions], uint8 [rows, ceil(dimensions / 8)] (of binary: one bit a
 # dimension, the first in the lowest bit of the first byte), uint8 [rows, bytes] (of sparse: `read_sparse` takes a row).
 Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.uint8]
+
+# What a client is told to wait when the queue is full: what is predicted, within these, give or take a part of it, so
+# that those who were refused together do not come back together.
+_RETRY_AFTER_S = (1.0, 30.0)
+_JITTER = 0.2
 
 # A sparse row without any values: its count.
 _EMPTY_SPARSE_BYTES = 4
@@ -229,7 +237,15 @@ class _Piece:
 class Ledger:
     """What this gateway owes, and what it knows of the scheduler. `send` takes a message or says that it cannot."""
 
-    def __init__(self, name: str, send: Callable[[Message], bool], metrics: Metrics, now_ns: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        send: Callable[[Message], bool],
+        metrics: Metrics,
+        now_ns: int,
+        *,
+        jitter: random.Random | None = None,
+    ) -> None:
         self.facts: ModelFacts | None = None
         self.refused: str | None = None  # why the scheduler will not have us
         self._name = name
@@ -242,6 +258,8 @@ class Ledger:
         self._asked = False  # to be let in, and not answered yet
         self._died = False  # the scheduler that we have last heard of
         self._last_heard_ns = now_ns
+        self._full: dict[tuple[str, int], tuple[int, int]] = {}  # by lane and tenant, the times of a Ping's `full`
+        self._jitter = jitter or random.Random()
 
     def readiness(self, now_ns: int) -> Readiness:
         ready, total = (self._status.workers_ready, self._status.workers_total) if self._status else (0, 0)
@@ -269,6 +287,23 @@ class Ledger:
     def forgive(self, lag_ns: int, now_ns: int) -> None:
         """This process stood still for so long: meanwhile the scheduler was not silent, but not heard."""
         self._last_heard_ns = min(self._last_heard_ns + lag_ns, now_ns)
+
+    def check_queue(self, lane: str, tenant: int, now_ns: int) -> None:
+        """Pass unless the scheduler would refuse such a request, by what it has told within the last second.
+
+        Raises:
+            Overloaded: as the scheduler's own.
+        """
+        times_ns = self._full.get((lane, tenant))
+        if times_ns is None:
+            return
+        until_ns, done_ns = times_ns
+        if now_ns >= until_ns:
+            del self._full[lane, tenant]
+            return
+        error = Overloaded.queue_full((done_ns - now_ns) / 1e6)
+        self._metrics.refused.labels(error.code).inc()
+        raise self._spread(error)
 
     def open(self, request: OpenRequest, now_ns: int) -> None:
         """Accept a request: from here on it is answered through its future.
@@ -308,6 +343,9 @@ class Ledger:
             self._on_reply(message)
         elif isinstance(message, Ping):
             self._status = message
+            self._full = {
+                (LANES[lane], tenant): (until_ns, done_ns) for lane, tenant, until_ns, done_ns in message.full.tolist()
+            }
         elif isinstance(message, Failure):
             self._on_failure(message)
         elif isinstance(message, Welcome):
@@ -446,8 +484,15 @@ class Ledger:
             param=None if failure.sequence is None else f"input[{piece.start + failure.sequence}]",
             retry_after_s=None if failure.retry_after_ms is None else failure.retry_after_ms / 1000,
         )
-        piece.request.fail(error)
+        piece.request.fail(self._spread(error) if isinstance(error, Overloaded) else error)
         self.close(piece.request)
+
+    def _spread(self, error: Overloaded) -> Overloaded:
+        """The same, with what its client is told to wait."""
+        least, most = _RETRY_AFTER_S
+        wait_s = min(max(error.retry_after_s or 0.0, least), most)
+        error.retry_after_s = wait_s * self._jitter.uniform(1 - _JITTER, 1 + _JITTER)
+        return error
 
 
 def _piece_end(offsets: list[int], start: int, most: int) -> int:
@@ -509,6 +554,14 @@ class SchedulerClient:
             self._tick_handle.cancel()
         self._dealer.close(linger_ms=100)
         self._context.term()
+
+    def check_queue(self, lane: str, tenant: int) -> None:
+        """Pass unless the queue is known to be full for such a request, before anything is done for it.
+
+        Raises:
+            Overloaded: it is. It tells when to try again.
+        """
+        self._ledger.check_queue(lane, tenant, now_ns())
 
     async def submit(
         self,

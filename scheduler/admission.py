@@ -1,33 +1,51 @@
 """What is let in, and what a refused client is told. Pure: time is an argument.
 
 A queue limit is a predicted wait, not a count of requests: under it a client waits, above it the refusal is immediate
-and says when to come back. What waits in lanes below a request's own is not before it.
+and says when to come back. What waits in lanes below a request's own is not before it, nor what another tenant has
+waiting beyond as much as its own (batching.py): so the limit is split between those who are there.
+
+Who is refused is told to the gateways, which then refuse by themselves what would be refused here: before its text is
+tokenized, and without a hop. What they know is good for a moment only, and a request in doubt comes here: this is what
+decides.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from common.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
+from common.protocol import LANES, NONE_FULL, Request
 
 # Until the first step has told how long one takes: this many tokens are let in, some seconds of a slow CPU.
 _BLIND_TOKENS = 20_000
+
+# The most that waits whatever its predicted time, 256 MiB of ids: a bound of memory, should a prediction be wrong. What
+# belongs to requests that were let in comes on top; gateways bound how many these are, and how much of each is here.
+_MAX_QUEUED_TOKENS = 64 * 1024 * 1024
 
 # How long requests are held while no worker is there: a restart takes about 5 s; a fleet that stays away longer is
 # down, and a client is better told so.
 RECOVERY_NS = 15_000_000_000
 
-_MAX_RETRY_AFTER_S = 30.0
+# A gateway refuses until there is room again for this part of the limit, lest the next request fill it at once; and no
+# longer than so, since much may change meanwhile.
+_ROOM = 0.02
+_MAX_FULL_NS = 1_000_000_000
 
 
 class Admission:
     def __init__(self, max_queue_ms: int) -> None:
         self._max_queue_ms = max_queue_ms
+        self._full: dict[tuple[str, int], tuple[int, int]] = {}  # by lane and tenant, the times of `full`
 
     def refusal(
         self,
+        request: Request,
         *,
         queued_tokens: int,
+        tokens_before: int,
         wait_ms: float | None,
-        deadline_ns: int,
         workers_ready: int,
         without_workers_ns: int,
         now_ns: int,
@@ -35,28 +53,39 @@ class Admission:
         """Why a new request is not let in; None when it is.
 
         Args:
-            queued_tokens: that come before it.
-            wait_ms: how long the ready workers will take for them; None: nothing is known of that.
+            queued_tokens: in all lanes, of all tenants.
+            tokens_before: those that run before it.
+            wait_ms: how long the ready workers will take for the latter; None: nothing is known of that.
             without_workers_ns: for how long no worker has been ready.
         """
-        if deadline_ns <= now_ns:
+        if request.deadline_ns <= now_ns:
             return DeadlineExceeded("The deadline passed before the request could be queued. Allow more time.")
         if workers_ready == 0 and without_workers_ns >= RECOVERY_NS:
             return no_capacity()
+        if queued_tokens >= _MAX_QUEUED_TOKENS:
+            return Overloaded("As many tokens wait as the server can hold. Try again later.", retry_after_s=1)
         if wait_ms is None:
-            if queued_tokens > _BLIND_TOKENS:
+            if tokens_before > _BLIND_TOKENS:
                 return Overloaded("The server is still measuring itself and its queue is full.", retry_after_s=1)
             return None
         if wait_ms > self._max_queue_ms:
-            return Overloaded(
-                f"The queue is full: {wait_ms / 1000:.1f} s of work wait. Try again later, or send less at once.",
-                retry_after_s=min(wait_ms / 1000, _MAX_RETRY_AFTER_S),
-            )
-        if deadline_ns - now_ns < wait_ms * 1e6:
+            until_ns = int((wait_ms - (1 - _ROOM) * self._max_queue_ms) * 1e6)
+            times_ns = (now_ns + min(until_ns, _MAX_FULL_NS), now_ns + int(wait_ms * 1e6))
+            self._full[request.lane, request.tenant] = times_ns
+            return Overloaded.queue_full(wait_ms)
+        if request.deadline_ns - now_ns < wait_ms * 1e6:
             return DeadlineExceeded(
                 f"The work that waits takes {wait_ms / 1000:.1f} s, longer than this request's deadline allows."
             )
         return None
+
+    def full(self, now_ns: int) -> npt.NDArray[np.int64]:
+        """For whom the queue is full, as a Ping has it: int64 [refused, 4]."""
+        if not self._full:
+            return NONE_FULL
+        self._full = {whose: times_ns for whose, times_ns in self._full.items() if times_ns[0] > now_ns}
+        rows = [(LANES.index(lane), tenant, *times_ns) for (lane, tenant), times_ns in self._full.items()]
+        return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
 def no_capacity() -> Unavailable:

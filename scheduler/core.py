@@ -17,6 +17,7 @@ from common.errors import (
     InputTooLarge,
     InternalError,
     NonfiniteOutput,
+    Overloaded,
     ServiceError,
     Unavailable,
 )
@@ -367,16 +368,19 @@ class Scheduler:
             return
         self._arrived_ns[request.lane] = now_ns
         if request.opens:
-            queued_tokens = self._queue.tokens_before(request.lane, request.tenant, len(request.token_ids))
+            tokens_before = self._queue.tokens_before(request.lane, request.tenant, len(request.token_ids))
             error = self._admission.refusal(
-                queued_tokens=queued_tokens,
-                wait_ms=self._fleet.wait_ms(queued_tokens, now_ns),
-                deadline_ns=request.deadline_ns,
+                request,
+                queued_tokens=self._queue.num_tokens,
+                tokens_before=tokens_before,
+                wait_ms=self._fleet.wait_ms(tokens_before, now_ns),
                 workers_ready=self._fleet.ready(now_ns),
                 without_workers_ns=now_ns - self._last_ready_ns,
                 now_ns=now_ns,
             )
             if error is not None:
+                if isinstance(error, Overloaded):  # there will be more: their gateway can say it by itself
+                    self._actions.append(ToGateway(gateway.peer, self._status(now_ns)))
                 self._settle(pending, error)
                 return
         self._enqueue(Part(pending, 0, len(request.lengths)), now_ns)
@@ -564,13 +568,13 @@ class Scheduler:
 
     def _fill_slots(self, now_ns: int) -> None:
         """Form a batch for every free slot, as long as something waits that is still in time."""
-        for pending in self._queue.expired(now_ns):
-            self._settle(pending, DeadlineExceeded("The deadline passed while the request waited for a worker."))
+        self._expire(now_ns)
         # First what is looked at after every message, and mostly ends it.
         while self._fleet.has_slot and (waiting := self._queue.waiting_lanes()):
             worker = self._next_worker(now_ns)
             if worker is None:
                 return
+            self._expire(now_ns + worker.busy_ns(now_ns))  # what it cannot begin in time would be run for nobody
             budgets = self._budgets(worker, now_ns)
             costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or 0.0 for lane in SHARES}
             parts = self._queue.next_batch(budgets, max_rows(worker.facts), self._shares.first(costs_ms))
@@ -582,6 +586,11 @@ class Scheduler:
             self._actions.append(ToWorker(worker.peer, self._fleet.assign(worker, parts, now_ns)))
             self._metrics.batch_tokens.observe(num_tokens)
             observe_all(self._metrics.queue_seconds, [(now_ns - part.pending.arrived_ns) / 1e9 for part in parts])
+
+    def _expire(self, begin_ns: int) -> None:
+        """Fail what waits and could begin then at the soonest, where its deadline has passed by then."""
+        for pending in self._queue.expired(begin_ns):
+            self._settle(pending, DeadlineExceeded("The deadline passed while the request waited for a worker."))
 
     def _next_worker(self, now_ns: int) -> Worker | None:
         """The worker to send a batch to now.
@@ -637,7 +646,8 @@ class Scheduler:
 
     def _status(self, now_ns: int) -> Ping:
         ready = self._fleet.ready(now_ns)
-        return Ping(self.epoch, ready, max(self._workers_total, ready), self._progressing(now_ns))
+        total = max(self._workers_total, ready)
+        return Ping(self.epoch, ready, total, self._progressing(now_ns), self._admission.full(now_ns))
 
     def _progressing(self, now_ns: int) -> bool:
         running = [batch for worker in self._fleet.all() for batch in worker.in_flight.values()]

@@ -110,6 +110,7 @@ MESSAGES: list[Message] = [
     Welcome(PROTOCOL_VERSION, 9, True, None, 1024, 4096),
     Welcome(PROTOCOL_VERSION, 9, False, FACTS, 1024, 4096),
     Ping(9, 1, 2, True),
+    Ping(9, 1, 2, True, np.array([[0, 7, 5, 6], [2, 0, 5, 9]], dtype=np.int64)),
     BATCH,
     dataclasses.replace(BATCH, type_starts=TYPES_AND_SPANS["type_starts"]),
     dataclasses.replace(BATCH, span_counts=TYPES_AND_SPANS["span_counts"], spans=TYPES_AND_SPANS["spans"]),
@@ -343,6 +344,16 @@ def request_frames(**changes: object) -> list[bytes]:
 def test_replies_need_three_numbers_for_each_row(answers: npt.ArrayLike) -> None:
     with pytest.raises(ValueError, match="three non-negative numbers"):
         Replies(20, np.asarray(answers, dtype=np.int64), np.zeros((2, 8), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    "full",
+    [np.zeros((0, 3)), np.zeros((1, 3)), [[3, 0, 5, 6]], [[-1, 0, 5, 6]], [[0, -1, 5, 6]], [[0, 0, -5, 6]]],
+    ids=["too few", "too short", "no lane", "no place", "no tenant", "no time"],
+)
+def test_a_ping_names_lanes_tenants_and_times(full: npt.ArrayLike) -> None:
+    with pytest.raises(ValueError, match="a lane that there is, a tenant and two times"):
+        Ping(9, 1, 2, True, np.asarray(full, dtype=np.int64))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import uvloop
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from common.config import GatewayConfig
-from common.errors import ServiceError
+from common.errors import Overloaded, ServiceError
 from common.metrics import Metrics
 from common.protocol import ModelFacts
 from gateway.app import Gateway
@@ -62,6 +62,7 @@ class Stub:
         self.entered = asyncio.Event()  # a submit has begun to wait
         self.cancelled = asyncio.Event()
         self.submitted: list[dict[str, object]] = []
+        self.full: dict[tuple[str, int], Overloaded] = {}  # by lane and tenant: refused before anything is done
         # Of a model that scores, from a sequence's ids; of one with several labels the logit of each.
         self.logit_of: Callable[[list[int]], float | list[float]] | None = None
 
@@ -73,6 +74,10 @@ class Stub:
 
     async def close(self) -> None:
         pass
+
+    def check_queue(self, lane: str, tenant: int) -> None:
+        if (lane, tenant) in self.full:
+            raise self.full[lane, tenant]
 
     async def submit(
         self,
@@ -87,6 +92,7 @@ class Stub:
                 "sequences": [row.tolist() for row in sequences],
                 "lane": options.lane,
                 "deadline_ns": options.deadline_ns,
+                "tenant": options.tenant,
                 "type_starts": type_starts,
                 "spans": None if spans is None else [of_sequence.tolist() for of_sequence in spans],
             }

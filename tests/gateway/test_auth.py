@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.errors import NonfiniteOutput
+from common.errors import NonfiniteOutput, Overloaded
 from common.metrics import Metrics
 from common.protocol import ModelFacts
 from gateway import auth
@@ -258,6 +258,33 @@ async def test_a_key_without_a_token_left_is_told_so_before_anything_is_tokenize
     assert too_long.headers["retry-after"] == "20"
     assert "tokenize;dur=0.000" in too_long.headers["server-timing"]
     assert (await embed(running.port, {"input": ""}, BEARER)).status == 400
+
+
+# --- a full queue ---
+
+
+async def test_row_68_who_has_filled_the_queue_is_told_so_before_anything_is_tokenized_and_others_are_let_in(
+    serve: Serve,
+) -> None:
+    keys = [Key.of("sesame"), Key.of("other")]
+    running = await serve(keys=KeyCheck(keys))
+    running.stub.full["online", keys[0].tenant] = Overloaded.queue_full(12_000)
+    refused = await embed(running.port, {"input": ["w1 " * 60] * 100}, BEARER)
+    assert (refused.status, refused.error["type"], refused.error["code"]) == (429, "rate_limit_error", "overloaded")
+    assert refused.error["message"] == (
+        "The queue is full: 12.0 s of work wait. Try again later, or send less at once."
+    )
+    assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("12", "12000")
+    assert "tokenize;dur=0.000" in refused.headers["server-timing"]
+    assert running.stub.submitted == []
+    assert (await embed(running.port, {"input": "w1", "lane": "backfill"}, BEARER)).status == 200
+    assert (await embed(running.port, {"input": "w1"}, {"x-api-key": "other"})).status == 200
+    assert [sent["tenant"] for sent in running.stub.submitted] == [key.tenant for key in keys]
+
+
+async def test_without_keys_all_are_one_tenant(server: Running) -> None:
+    assert (await embed(server.port, {"input": "w1"})).status == 200
+    assert [sent["tenant"] for sent in server.stub.submitted] == [0]
 
 
 class Quantising(Stub):

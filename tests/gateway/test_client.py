@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import threading
 from collections.abc import AsyncIterator, Callable
 
@@ -15,12 +16,14 @@ from common.errors import (
     InternalError,
     InvalidRequest,
     NonfiniteOutput,
+    Overloaded,
     ProtocolError,
     Unavailable,
 )
 from common.metrics import Metrics
 from common.protocol import (
     INT8,
+    LANES,
     Batch,
     BatchFailed,
     Beat,
@@ -380,6 +383,11 @@ def reply(request: Request) -> Reply:
     return Reply(request.request_id, 0, 10, 20, rows.view(np.uint8))
 
 
+class NoJitter(random.Random):
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
 @pytest.fixture
 def wire() -> Wire:
     return Wire()
@@ -388,7 +396,7 @@ def wire() -> Wire:
 @pytest.fixture
 def ledger(wire: Wire, metrics: Metrics) -> Ledger:
     """Joined: pieces of at most 10 tokens, at most 20 of a request at the scheduler."""
-    ledger = Ledger("gateway-0", wire.send, metrics, now_ns=0)
+    ledger = Ledger("gateway-0", wire.send, metrics, now_ns=0, jitter=NoJitter())
     ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
     ledger.on_message(Ping(7, 1, 1, True), 0)
     return ledger
@@ -699,3 +707,59 @@ async def test_it_joins_again_when_pulses_are_missed(ledger: Ledger, wire: Wire)
 async def test_readiness_follows_the_schedulers_status(ledger: Ledger, status: Ping, expected: str) -> None:
     ledger.on_message(status, 0)
     assert ledger.readiness(0).status == expected
+
+
+# --- a full queue ---
+
+
+def full(*rows: tuple[int, int, int, int]) -> Ping:
+    return Ping(7, 1, 1, True, np.array(rows, dtype=np.int64).reshape(-1, 4))
+
+
+def refused_ms(ledger: Ledger, lane: str, tenant: int, now_ns: int) -> int | None:
+    """What such a request is told to wait; None where it is not refused."""
+    try:
+        ledger.check_queue(lane, tenant, now_ns)
+    except Overloaded as error:
+        return round((error.retry_after_s or 0) * 1000)
+    return None
+
+
+def test_a_gateway_refuses_itself_whom_the_scheduler_would_and_nobody_else(ledger: Ledger) -> None:
+    ledger.on_message(full((0, 5, SECOND, 12 * SECOND), (2, 0, SECOND, 2 * SECOND)), 0)
+    told = {(lane, tenant): refused_ms(ledger, lane, tenant, 0) for lane in LANES for tenant in (0, 5)}
+    assert {whose: wait_ms for whose, wait_ms in told.items() if wait_ms} == {
+        ("online", 5): 12_000,
+        ("backfill", 0): 2000,
+    }
+
+
+def test_a_gateway_refuses_until_the_time_that_it_was_told_and_not_after_the_next_pulse(
+    ledger: Ledger,
+) -> None:
+    ledger.on_message(full((0, 5, SECOND, 12 * SECOND)), 0)
+    assert refused_ms(ledger, "online", 5, SECOND - 1) == 11_000
+    assert refused_ms(ledger, "online", 5, SECOND) is None
+    ledger.on_message(full((0, 5, 2 * SECOND, 12 * SECOND)), SECOND)
+    ledger.on_message(full(), SECOND)
+    assert refused_ms(ledger, "online", 5, SECOND) is None
+
+
+async def test_who_is_refused_is_told_a_time_within_bounds_and_not_all_the_same(wire: Wire, metrics: Metrics) -> None:
+    ledger = Ledger("gateway-0", wire.send, metrics, 0, jitter=random.Random(1))
+    waits = []
+    for done_s in (0, 10, 100):
+        ledger.on_message(full((0, 5, SECOND, done_s * SECOND)), 0)
+        waits.append([refused_ms(ledger, "online", 5, 0) or 0 for _ in range(100)])
+    for told, (least, most) in zip(waits, [(800, 1200), (8_000, 12_000), (24_000, 36_000)], strict=True):
+        assert least <= min(told) < 0.9 * (least + most) / 2
+        assert 1.1 * (least + most) / 2 < max(told) <= most
+    ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
+    entry = make_open(5)
+    ledger.open(entry, 0)
+    ledger.on_message(Failure(1, "overloaded", "full", None, 20_000), 0)
+    with pytest.raises(Overloaded) as caught:
+        await entry.future
+    assert caught.value.retry_after_s is not None
+    assert 16 <= caught.value.retry_after_s <= 24
+    assert caught.value.retry_after_s != 20

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from common.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
+from common.protocol import Request
 from scheduler.admission import RECOVERY_NS, Admission
+from tests.scheduler.test_core import make_request
 
 SECOND = 1_000_000_000
 
@@ -16,13 +18,34 @@ def refusal(
     workers_ready: int = 1,
     without_workers_ns: int = 0,
 ) -> ServiceError | None:
-    return Admission(max_queue_ms=10_000).refusal(
-        queued_tokens=queued_tokens,
+    return ask(
+        Admission(max_queue_ms=10_000),
+        make_request(1, [1], deadline_ns=int(deadline_s * SECOND)),
+        queued_tokens,
         wait_ms=None if us_per_token is None else queued_tokens * us_per_token / 1000,
-        deadline_ns=int(deadline_s * SECOND),
         workers_ready=workers_ready,
         without_workers_ns=without_workers_ns,
-        now_ns=0,
+    )
+
+
+def ask(
+    admission: Admission,
+    request: Request,
+    queued_tokens: int = 0,
+    *,
+    wait_ms: float | None = 0,
+    workers_ready: int = 1,
+    without_workers_ns: int = 0,
+    now_ns: int = 0,
+) -> ServiceError | None:
+    return admission.refusal(
+        request,
+        queued_tokens=queued_tokens,
+        tokens_before=queued_tokens,
+        wait_ms=wait_ms,
+        workers_ready=workers_ready,
+        without_workers_ns=without_workers_ns,
+        now_ns=now_ns,
     )
 
 
@@ -53,3 +76,29 @@ def test_requests_are_held_while_a_worker_restarts_and_refused_when_none_comes_b
 def test_before_the_first_result_only_a_bounded_number_of_tokens_is_let_in() -> None:
     assert refusal(us_per_token=None, queued_tokens=20_000) is None
     assert isinstance(refusal(us_per_token=None, queued_tokens=20_001), Overloaded)
+
+
+def test_whatever_its_predicted_time_no_more_waits_than_memory_is_there_for() -> None:
+    request = make_request(1, [1])
+    assert ask(Admission(max_queue_ms=10_000), request, 2**26 - 1) is None
+    assert isinstance(ask(Admission(max_queue_ms=10_000), request, 2**26), Overloaded)
+
+
+def test_who_is_refused_is_told_until_there_is_room_for_a_fiftieth_of_the_limit() -> None:
+    admission = Admission(max_queue_ms=1000)
+    ask(admission, make_request(1, [1], lane="score", tenant=7), wait_ms=1100, now_ns=SECOND)
+    assert admission.full(SECOND).tolist() == [[1, 7, SECOND + 120_000_000, SECOND + 1_100_000_000]]
+    assert admission.full(SECOND + 119_999_999).tolist() == [[1, 7, SECOND + 120_000_000, SECOND + 1_100_000_000]]
+    assert admission.full(SECOND + 120_000_000).tolist() == []
+
+
+def test_what_is_told_of_a_full_queue_is_good_for_a_second() -> None:
+    admission = Admission(max_queue_ms=1000)
+    ask(admission, make_request(1, [1]), wait_ms=9000, now_ns=SECOND)
+    assert admission.full(SECOND).tolist() == [[0, 0, 2 * SECOND, 10 * SECOND]]
+
+
+def test_who_is_let_in_is_not_told_of() -> None:
+    admission = Admission(max_queue_ms=1000)
+    assert ask(admission, make_request(1, [1]), wait_ms=1000) is None
+    assert admission.full(0).shape == (0, 4)

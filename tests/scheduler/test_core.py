@@ -1218,6 +1218,39 @@ def test_a_full_queue_refuses_what_opens_and_takes_what_belongs_to_an_accepted_r
     assert rig.take(Failure) == []
 
 
+def test_whoever_refuses_a_request_its_gateway_is_told_of_the_full_queue_at_once_and_others_by_the_pulse(
+    rig: Rig,
+) -> None:
+    rig.join(b"g1")
+    learn(rig)  # a millisecond a token
+    for request_id in range(1, 159):
+        rig.request(request_id, [2] * 64, tenant=9)
+    rig.request(159, [2] * 640, tenant=9, opens=False)
+    rig.take(Ping)
+    rig.request(160, [2] * 64, tenant=9)
+    (failure,) = rig.take(Failure)[-1:]
+    assert (failure.request_id, failure.code) == (160, "overloaded")
+    (told,) = rig.take(Ping, b"g0")
+    ((lane, tenant, until_ns, done_ns),) = told.full.tolist()
+    assert (lane, tenant) == (0, 9)
+    assert rig.now_ns + 800 * MS < until_ns < rig.now_ns + 1000 * MS
+    assert until_ns + 9_750 * MS < done_ns < until_ns + 9_850 * MS
+    assert rig.take(Ping, b"g1") == []
+    rig.tick(250 * MS)
+    assert rig.take(Ping, b"g1")[-1].full.tolist() == told.full.tolist()
+    rig.tick(1000 * MS)
+    assert rig.take(Ping, b"g1")[-1].full.tolist() == []
+
+
+def test_what_would_begin_after_its_deadline_is_not_sent_to_a_worker(rig: Rig) -> None:
+    learn(rig)  # a millisecond a token
+    rig.request(1, [1] * 64)
+    rig.request(2, [2] * 64, deadline_s=rig.now_ns / SECOND + 0.06)
+    rig.request(3, [3] * 64, deadline_s=rig.now_ns / SECOND + 0.2)
+    assert [ids(batch)[0] for batch in rig.take(Batch)] == [1, 3]
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(2, "deadline_exceeded")]
+
+
 def test_without_a_worker_requests_are_held_then_failed_when_none_comes_back(rig: Rig) -> None:
     rig.worker_lost()
     rig.request(1, [1])
