@@ -59,8 +59,8 @@ class ProcessConfig:
 class GatewayConfig(ProcessConfig):
     host: str = _option("127.0.0.1", "address of the HTTP endpoint")
     max_body_bytes: int = _option(16 * 1024 * 1024, "largest request body; larger ones are 413")
-    max_held_body_bytes: int = _option(
-        1024**3, "bytes of bodies that one gateway holds at once and has not parsed; more are 429"
+    max_held_bytes: int = _option(
+        1024**3, "bytes of bodies, token ids and rows that one gateway holds at once; what would make more is 429"
     )
     max_inputs: int = _option(2048, "most inputs in one request")
     max_request_tokens: int = _option(1_000_000, "most tokens in one request")
@@ -82,10 +82,8 @@ class GatewayConfig(ProcessConfig):
         ProcessConfig.__post_init__(self)
         names = {item.name for item in fields(GatewayConfig)} - {item.name for item in fields(ProcessConfig)}
         _at_least(self, 1, *(names - {"host", "auto_truncate", "api_keys_file", "cors_origins"}))
-        if self.max_held_body_bytes < self.max_body_bytes:
-            raise ValueError(
-                "--max-held-body-bytes needs at least as many as --max-body-bytes, or these are never read"
-            )
+        if self.max_held_bytes < self.max_body_bytes:
+            raise ValueError("--max-held-bytes needs at least as many as --max-body-bytes, or these are never read")
         _check_origins(self.cors_origins)
 
 

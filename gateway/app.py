@@ -47,12 +47,13 @@ from common.transport import now_ns
 from gateway import cors, openapi
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import Key, KeyCheck, settle_lane
-from gateway.body import BodyLimits, HeldBodies, read_body
+from gateway.body import BodyLimits, read_body
 from gateway.budgets import Budgets
-from gateway.client import Embedded, Options, Readiness, Rows, SchedulerClient
+from gateway.client import Embedded, OpenRequest, Options, Readiness, Rows, SchedulerClient
 from gateway.encoding import Encoder, Model, Threads
 from gateway.formats import OCTETS, as_written, check_finite, json_list, prefers_octets
 from gateway.http import HttpLimits, Server
+from gateway.memory import Held, Memory
 from gateway.requests import (
     Asked,
     ContextualRequest,
@@ -110,6 +111,7 @@ class Call:
         "closes",
         "deadline_ns",
         "fingerprint",
+        "held",
         "key",
         "lane",
         "parse",
@@ -133,6 +135,7 @@ class Call:
         self.request_id = request_id_of(request.headers.get("X-Request-Id"))
         self.deadline_ns = 0
         self.fingerprint: str | None = None
+        self.held: Held | None = None  # of what a model is asked
         self.key: Key | None = None
         self.closes = False
         self.lane = ""
@@ -172,7 +175,7 @@ class Gateway:
             config.header_timeout_s, config.keepalive_timeout_s, _max_connections(config), config.write_timeout_s
         )
         self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s, config.min_body_bytes_per_s)
-        self._held_bodies = HeldBodies(config.max_held_body_bytes)
+        self._memory = Memory(config.max_held_bytes)
         self._server_facts = operations.ServerFacts(config, http_limits, self._body_limits)
         self._server = Server(
             self._handle, http_limits, partial(self._count, "none"), partial(cors.answer_headers, self._origins)
@@ -268,7 +271,7 @@ class Gateway:
             headers["X-Model-Fingerprint"] = call.fingerprint
         if response.status == 405 and route is not None:
             headers["Allow"] = ", ".join(route.handlers)
-        if self._draining or call.closes:
+        if self._draining or call.closes or self._memory.is_short:
             response.force_close()
         self._count(pattern, response.status)
         self._metrics.request_seconds.labels(pattern).observe(total_us / 1e6)
@@ -312,11 +315,12 @@ class Gateway:
             raise Overloaded(
                 "This gateway holds as many requests as it may. Try again a little later.", retry_after_s=1
             )
-        self._num_running += 1
-        try:
-            return await answer(call)
-        finally:
-            self._num_running -= 1
+        with self._memory.hold() as call.held:
+            self._num_running += 1
+            try:
+                return await answer(call)
+            finally:
+                self._num_running -= 1
 
     async def _run(self, operations: Sequence[Operation[Any]], call: Call) -> web.Response:
         model, asked = await self._read(call, operations)
@@ -426,19 +430,20 @@ class Gateway:
 
     async def _read(self, call: Call, operations: Sequence[Operation[Any]]) -> tuple[Model, Asked | LocalRequest]:
         """The model that is served, and what is asked of it."""
+        assert call.held is not None, "it was admitted"
         call.deadline_ns = self._deadline_ns(call)
-        with self._held_bodies.hold() as grow_to:
-            try:
-                remaining_s = (call.deadline_ns - now_ns()) / 1e9
-                body = await read_body(call.request, self._body_limits, remaining_s, grow_to)
-            except Overloaded:
-                call.closes = True  # rather than read what there is no room for, to find the next request behind it
-                raise
-            model = await self._encoder.wait_for_model(call.deadline_ns)
-            read = partial(read_request, body, operations, model.facts, self._limits)
-            with call.parse:
-                asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
-            return model, asked
+        try:
+            remaining_s = (call.deadline_ns - now_ns()) / 1e9
+            body = await read_body(call.request, self._body_limits, remaining_s, call.held.grow_body_to)
+        except Overloaded:
+            call.closes = True  # rather than read what there is no room for, to find the next request behind it
+            raise
+        model = await self._encoder.wait_for_model(call.deadline_ns)
+        read = partial(read_request, body, operations, model.facts, self._limits)
+        with call.parse:
+            asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
+        call.held.drop_body()
+        return model, asked
 
     async def _in_time(self, call: Call, tokenization: Awaitable[T]) -> T:
         """What it comes to before the deadline. Raises DeadlineExceeded."""
@@ -477,21 +482,19 @@ class Gateway:
         type_starts: list[int] | None = None,
         spans: list[Spans] | None = None,
     ) -> Embedded:
+        assert call.held is not None, "it was admitted"
         call.fingerprint = model.facts.fingerprint
-        embedded = await self._client.submit(
-            sequences,
-            Options(
-                fingerprint=model.facts.fingerprint,
-                dimensions=request.dimensions,
-                normalize=request.normalize,
-                encoding=request.encoding,
-                lane=call.lane,
-                deadline_ns=call.deadline_ns,
-                tenant=call.tenant,
-            ),
-            type_starts=type_starts,
-            spans=spans,
+        options = Options(
+            fingerprint=model.facts.fingerprint,
+            dimensions=request.dimensions,
+            normalize=request.normalize,
+            encoding=request.encoding,
+            lane=call.lane,
+            deadline_ns=call.deadline_ns,
+            tenant=call.tenant,
         )
+        call.held.grow(OpenRequest.num_bytes(sequences, options, spans))
+        embedded = await self._client.submit(sequences, options, type_starts=type_starts, spans=spans)
         call.queue_us += embedded.queue_us
         call.step_us += embedded.step_us
         return embedded

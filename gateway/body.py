@@ -1,24 +1,20 @@
 """Reading a request's body: only JSON in UTF-8, plain, within a size, a number of chunks, a time and at a pace.
 
-What all requests together may hold of bodies that are not parsed yet is bounded, too: 4,096 of 16 MiB would be 64 GiB.
-A declared length counts from the beginning, so that a body is refused before it is sent rather than in its middle.
-Small bodies do not count: who declares a lot and sends nothing must not keep a short query out.
+What all of them together may hold is bounded in memory.py, which is told of each byte before it is held.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, StreamReader, web
 
-from common.errors import BadRequest, ExpectationFailed, Overloaded, RequestTimeout, TooLarge, UnsupportedMedia
+from common.errors import BadRequest, ExpectationFailed, RequestTimeout, TooLarge, UnsupportedMedia
 from gateway.answers import JSON
 
 _MAX_CHUNKS = 65_536  # of one body: each costs far more than its bytes
-_UNCOUNTED_BYTES = 16 * 1024  # of a small body; 64 MiB of as many requests as a gateway holds unless told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +29,6 @@ class BodyLimits:
 
 
 GrowTo = Callable[[int], None]  # to be told how many bytes a body has
-
-
-class HeldBodies:
-    """The bytes of bodies that are read or being read, and not parsed yet, of all requests of one gateway."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
-
-    @contextmanager
-    def hold(self) -> Iterator[GrowTo]:
-        """Count a body for as long as this lasts. What it gives raises Overloaded where there is no room for more."""
-        held = 0
-
-        def grow_to(num_bytes: int) -> None:
-            nonlocal held
-            if num_bytes <= max(held, _UNCOUNTED_BYTES):
-                return
-            if self.num_bytes - held + num_bytes > self._max_bytes:
-                raise Overloaded(
-                    "This gateway holds as many bytes of bodies as it may. Try again a little later.", retry_after_s=1
-                )
-            self.num_bytes += num_bytes - held
-            held = num_bytes
-
-        try:
-            yield grow_to
-        finally:
-            self.num_bytes -= held
 
 
 async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: float, grow_to: GrowTo) -> bytes:

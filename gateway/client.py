@@ -188,6 +188,18 @@ class OpenRequest:
             unanswered=num_rows,
         )
 
+    @staticmethod
+    def num_bytes(
+        sequences: list[npt.NDArray[np.int32]], options: Options, spans: Sequence[Spans] | None = None
+    ) -> int:
+        """What `of` would allocate for these, with what it is made from: ids, spans and rows, and 64 bytes for each
+        sequence and row of what else is noted of them. Sparse rows grow as they come, and count as empty ones."""
+        num_rows = len(sequences) if spans is None else sum(map(len, spans))
+        sparse = options.encoding == "sparse"
+        num_bytes = _EMPTY_SPARSE_BYTES if sparse else row_bytes(ENCODINGS[options.encoding], options.dimensions)
+        copies = 1 if len(sequences) == 1 else 2
+        return 4 * copies * sum(map(len, sequences)) + 64 * (len(sequences) + num_rows) + num_bytes * num_rows
+
     def first_row(self, sequence: int) -> int:
         """The first row of a sequence."""
         return sequence if self.row_offsets is None else self.row_offsets[sequence]

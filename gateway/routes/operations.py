@@ -82,7 +82,9 @@ class LimitsInfo(msgspec.Struct):
 
     max_body_bytes: int
     max_body_chunks: int
-    max_held_body_bytes: Annotated[int, Meta(description="Of all requests to one gateway that are not parsed yet.")]
+    max_held_bytes: Annotated[
+        int, Meta(description="Of all requests to one gateway: their bodies, then their token ids and rows.")
+    ]
     max_target_bytes: int
     max_headers: int
     max_header_line_bytes: int
@@ -188,7 +190,7 @@ class ServerFacts:
         self._limits: dict[str, object] = {
             "max_body_bytes": body.max_bytes,
             "max_body_chunks": body.max_chunks,
-            "max_held_body_bytes": config.max_held_body_bytes,
+            "max_held_bytes": config.max_held_bytes,
             "max_target_bytes": http.max_target_bytes,
             "max_headers": http.max_headers,
             "max_header_line_bytes": http.max_header_line_bytes,

@@ -9,12 +9,15 @@ import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common.config import GatewayConfig
 from common.errors import Overloaded
 from gateway.app import _max_connections
 from gateway.body import BodyLimits
+from gateway.client import OpenRequest, Options
+from gateway.memory import Memory
 from gateway.routes.operations import LimitsInfo
 from tests.gateway.conftest import MAX_TOKENS, Running, Serve
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
@@ -24,6 +27,7 @@ BODY = b'{"input":"w1"}'
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 MIB = 1024 * 1024
+HELD_BYTES = 117_648  # 85 % of it are 100,000
 
 
 async def answer_to(port: int, sent: bytes) -> Answer:
@@ -128,7 +132,7 @@ async def test_a_body_of_65536_chunks_is_read_and_one_of_65537_is_413(server: Ru
 
 
 async def test_a_body_that_fits_beside_those_that_are_being_read_is_read_and_a_larger_one_is_429(serve: Serve) -> None:
-    running = await serve(max_body_bytes=100_000, max_held_body_bytes=100_000)
+    running = await serve(max_body_bytes=100_000, max_held_bytes=HELD_BYTES)
     begun = await Wire.connect(running.port)
     await begun.send(HEAD + b"Content-Length: 60000\r\n\r\n" + BODY)
     await asyncio.sleep(0.01)
@@ -144,15 +148,15 @@ async def test_a_body_that_fits_beside_those_that_are_being_read_is_read_and_a_l
 
 
 async def test_a_chunked_body_counts_by_what_has_come_of_it(serve: Serve) -> None:
-    running = await serve(max_body_bytes=100_000, max_held_body_bytes=100_000)
+    running = await serve(max_body_bytes=100_000, max_held_bytes=HELD_BYTES)
     chunk = b"7530\r\n" + b" " * 30_000 + b"\r\n"
     first, second = await Wire.connect(running.port), await Wire.connect(running.port)
     await first.send(CHUNKED + chunk * 2)
-    while running.gateway._held_bodies.num_bytes != 60_000:
+    while running.gateway._memory.num_bytes != 60_000:
         await asyncio.sleep(0.001)
     await second.send(CHUNKED + chunk * 2)
     assert told(await second.answer()) == (429, "overloaded", True)
-    assert running.gateway._held_bodies.num_bytes == 60_000
+    assert running.gateway._memory.num_bytes == 60_000
     await first.send(b"e\r\n" + BODY + b"\r\n0\r\n\r\n")
     assert (await first.answer()).status == 200
     await first.close()
@@ -160,25 +164,91 @@ async def test_a_chunked_body_counts_by_what_has_come_of_it(serve: Serve) -> Non
 
 
 async def test_a_body_counts_until_it_is_parsed_or_its_client_leaves(serve: Serve) -> None:
-    running = await serve(max_body_bytes=100_000, max_held_body_bytes=100_000)
+    running = await serve(max_body_bytes=100_000, max_held_bytes=HELD_BYTES)
     running.stub.gate.clear()
     runs = asyncio.ensure_future(ask(running.port, "POST", PATH, BODY.ljust(100_000)))
     await running.stub.entered.wait()
-    assert running.gateway._held_bodies.num_bytes == 0
+    held = running.gateway._memory.num_bytes
+    assert 0 < held < 1000  # its ids and its row
     leaves = await Wire.connect(running.port)
-    await leaves.send(HEAD + b"Content-Length: 100000\r\n\r\n")
-    while running.gateway._held_bodies.num_bytes != 100_000:
+    await leaves.send(HEAD + b"Content-Length: 99000\r\n\r\n")
+    while running.gateway._memory.num_bytes != held + 99_000:
         await asyncio.sleep(0.001)
     await leaves.close()
-    while running.gateway._held_bodies.num_bytes:
+    while running.gateway._memory.num_bytes != held:
         await asyncio.sleep(0.001)
     running.stub.gate.set()
     assert (await runs).status == 200
 
 
 def test_a_body_that_could_never_be_held_is_a_wrong_flag() -> None:
-    with pytest.raises(ValueError, match="--max-held-body-bytes needs at least as many as --max-body-bytes"):
-        GatewayConfig(run_dir="x", max_body_bytes=100, max_held_body_bytes=99)
+    with pytest.raises(ValueError, match="--max-held-bytes needs at least as many as --max-body-bytes"):
+        GatewayConfig(run_dir="x", max_body_bytes=100, max_held_bytes=99)
+
+
+# --- all that is held ---
+
+
+async def test_what_waits_for_its_rows_counts_with_them_until_it_is_answered(serve: Serve) -> None:
+    running = await serve(max_body_bytes=100_000, max_held_bytes=HELD_BYTES)
+    running.stub.gate.clear()
+    waits = asyncio.ensure_future(embed(running.port, {"input": [f"w{index}" for index in range(50)]}))
+    await running.stub.entered.wait()
+    dimensions = running.stub.facts.dimensions
+    assert running.gateway._memory.num_bytes == 50 * (2 * 3 * 4 + 4 * dimensions + 2 * 64)
+    running.stub.gate.set()
+    assert (await waits).status == 200
+    assert running.gateway._memory.num_bytes == 0
+
+
+async def test_bodies_that_never_come_keep_large_ones_out_and_no_short_query(serve: Serve) -> None:
+    running = await serve(max_body_bytes=100_000, max_held_bytes=HELD_BYTES)
+    begun = await Wire.connect(running.port)
+    await begun.send(HEAD + b"Content-Length: 100000\r\n\r\n")
+    while running.gateway._memory.num_bytes != 100_000:
+        await asyncio.sleep(0.001)
+    assert told(await answer_to(running.port, HEAD + b"Content-Length: 20000\r\n\r\n")) == (429, "overloaded", True)
+    assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY))) == (200, None, False)
+    await begun.close()
+
+
+async def test_from_85_percent_answers_close_and_from_95_nothing_new_is_let_in(serve: Serve) -> None:
+    running = await serve(max_body_bytes=100_000, max_held_bytes=HELD_BYTES)
+    with running.gateway._memory.hold() as held:
+        for num_bytes, expected in (
+            (99_000, (200, None, False)),
+            (1_500, (200, None, True)),
+            (11_500, (429, "overloaded", True)),
+        ):
+            held.grow(num_bytes)
+            assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY))) == expected
+        health = await answer_to(running.port, request_bytes("GET", "/health"))
+        assert told(health) == (200, None, True)
+    assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY))) == (200, None, False)
+
+
+def test_a_request_that_is_larger_than_all_is_let_in_alone() -> None:
+    memory = Memory(1000)
+    with memory.hold() as large:
+        large.grow(2000)
+        with pytest.raises(Overloaded), memory.hold():
+            pass
+    assert memory.num_bytes == 0
+    with memory.hold() as small:
+        small.grow(10)
+        with memory.hold() as large, pytest.raises(Overloaded):
+            large.grow(2000)
+    assert memory.num_bytes == 0
+
+
+def test_what_a_request_holds_is_known_before_it_is_there() -> None:
+    sequences = [np.arange(length, dtype=np.int32) for length in (3, 5)]
+    options = Options("f", 16, normalize=True, encoding="float32", lane="online", deadline_ns=1)
+    ids, noted, row = 4 * 8, 64, 4 * 16
+    assert OpenRequest.num_bytes(sequences[:1], options) == 4 * 3 + 2 * noted + row
+    assert OpenRequest.num_bytes(sequences, options) == 2 * ids + 4 * noted + 2 * row
+    spans = [np.zeros((4, 2), np.int32), np.zeros((1, 2), np.int32)]
+    assert OpenRequest.num_bytes(sequences, options, spans) == 2 * ids + 7 * noted + 5 * row
 
 
 def with_body_limits(running: Running, **changes: float) -> None:
@@ -313,7 +383,7 @@ async def test_info_lists_every_limit(serve: Serve) -> None:
     assert limits == {
         "max_body_bytes": 16_777_216,
         "max_body_chunks": 65_536,
-        "max_held_body_bytes": 1_073_741_824,
+        "max_held_bytes": 1_073_741_824,
         "max_target_bytes": 4096,
         "max_headers": 100,
         "max_embed_all_tokens": 65_536,
