@@ -133,6 +133,8 @@ class Scheduler:
         self._queue = BatchQueue()
         self._shares = Shares()
         self._arrived_ns = dict.fromkeys(LANES, now_ns - _PRESENT_NS)  # when something last came, by lane
+        self._last_tenant = 0  # of those who came online
+        self._mixed_ns = now_ns - _PRESENT_NS  # when another one than before came
         self._fleet = Fleet(epoch, latency_target_ms)
         # An epoch is random, new at every start, and told to nobody but our own processes.
         self._quarantine = Quarantine(epoch.to_bytes(8, "little"))
@@ -367,6 +369,8 @@ class Scheduler:
         if self._facts is not None and self._refuse_other_model(pending, self._facts):
             return
         self._arrived_ns[request.lane] = now_ns
+        if request.lane == "online" and request.tenant != self._last_tenant:
+            self._last_tenant, self._mixed_ns = request.tenant, now_ns
         if request.opens:
             tokens_before = self._queue.tokens_before(request.lane, request.tenant, len(request.token_ids))
             error = self._admission.refusal(
@@ -596,11 +600,13 @@ class Scheduler:
         """The worker to send a batch to now.
 
         A second slot is filled as late as it can be, so that who comes meanwhile joins; but at once where that could
-        change nothing, since nobody comes whom lanes below would have to wait for, or since the batch is full already.
+        change nothing, since nobody comes whom lanes below would have to wait for, or since the batch is full already
+        and nobody comes whose turn it would be.
         """
         num_tokens = self._queue.tokens_in("online")
-        late = self._is_present("online", now_ns) and any(
-            num_tokens < self._fleet.most_tokens(worker) for worker in self._fleet.all()
+        late = self._is_present("online", now_ns) and (
+            now_ns - self._mixed_ns < _PRESENT_NS
+            or any(num_tokens < self._fleet.most_tokens(worker) for worker in self._fleet.all())
         )
         return self._fleet.free_worker(now_ns, late=late)
 

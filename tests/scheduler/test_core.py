@@ -1323,6 +1323,19 @@ def test_a_batch_that_is_full_is_closed_at_once(rig: Rig) -> None:
     assert [batch.lengths.tolist() for batch in rig.take(Batch)] == [[40, 24]]
 
 
+def test_a_batch_that_is_full_stays_open_while_tenants_mix_so_that_who_comes_has_his_part_of_it(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 60, tenant=7)
+    rig.take(Batch)
+    for request_id in range(2, 6):
+        rig.request(request_id, [request_id] * 32, tenant=7)
+    assert rig.take(Batch) == []
+    rig.request(6, [6] * 5, tenant=8)
+    rig.tick(rig.core.next_tick_ns() - rig.now_ns)
+    (second,) = rig.take(Batch)
+    assert [int(ids) for ids in dict.fromkeys(second.token_ids.tolist())] == [2, 6]
+
+
 def test_a_result_that_comes_before_its_time_closes_the_next_batch(rig: Rig) -> None:
     learn(rig)
     rig.request(1, [1] * 60)
