@@ -49,8 +49,12 @@ format: install
 bench: install
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/ragged.py
 
+# Others on the same model and texts. Each gets an environment of its own under .peers: minutes, and gigabytes.
+bench-peers: install
+	$(BIN)/python -m benchmarks.peers --install
+
 screenshot: install $(CHROMIUM)
 	$(BIN)/python -m tests.screenshot docs/status-page.png
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis

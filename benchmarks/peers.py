@@ -122,6 +122,7 @@ class InProcess(Contender):
         assert process.stdout is not None
         self._requests, self._answers = process.stdin, process.stdout
         if not self._answers.readline():
+            self.close()
             raise OSError(f"it ended:\n{log.read_text()[-2000:]}")
 
     def embed(self, texts: list[str]) -> tuple[np.ndarray, float]:
@@ -129,6 +130,11 @@ class InProcess(Contender):
         answer = json.loads(self._answers.readline())
         rows = np.frombuffer(base64.b64decode(answer["rows"]), dtype="<f4")
         return rows.reshape(len(texts), -1), float(answer["seconds"])
+
+    def close(self) -> None:
+        super().close()
+        self._requests.close()
+        self._answers.close()
 
 
 class Served(Contender):
@@ -149,6 +155,12 @@ class Served(Contender):
 
     def _connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self._host, self._port, timeout=120)
+
+    def close(self) -> None:
+        super().close()
+        self._pool.shutdown()
+        for connection in self._connections:
+            connection.close()
 
     def wait(self, log: Path) -> None:
         """Until it embeds. Raises OSError: it ended, or takes too long."""
