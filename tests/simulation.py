@@ -988,6 +988,8 @@ class World:
                 return f"{worker} is not joined"
         if len(core._queue) or any(worker.in_flight for worker in core._fleet.all()):
             return "work waits or runs"
+        if len(core._fleet.all()) > len(self.workers) or len(core._gateways) > len(self.gateways):
+            return "somebody who is gone is not forgotten"
         if core._fleet.ready(self.now_ns) < self.plan.num_workers:
             return "a worker is not ready"
         return None
