@@ -288,7 +288,7 @@ PROMISES = {
             "a stop of everything answers what was accepted, refuses the rest, and leaves nothing behind",
             quick=2,
             soak=10,
-            load=Load(rate=60, inputs=(1, 16)),
+            load=Load(rate=30, inputs=(1, 16)),
             figures=(Figure("stopped_s", 1, 20.0),),
         ),
         Promise(
