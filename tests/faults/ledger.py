@@ -11,6 +11,7 @@ import asyncio
 import base64
 import json
 import random
+import re
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ class Load:
     connections: int = 16  # kept alive, and used in turn
     fresh: float = 0.25  # the part of requests that come on a connection of their own
     timeout_s: float = 30.0  # X-Request-Timeout-Ms
+    timeouts_ms: tuple[int, int] | None = None  # drawn between these instead
+    key: str = ""
+    tries: int = 1  # of a request that is refused with 429, each as late as it is told
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +50,9 @@ class Sent:
     request_id: str
     texts: list[str]
     due_s: float
+    timeout_s: float = 30.0
     ended_s: float = 0.0
+    answers: list[Answer] = field(default_factory=list)  # those before the last one: 429
     outcomes: list[str] = field(default_factory=list)
     detail: str = ""
     port: int = 0  # of our end of its connection
@@ -55,6 +61,12 @@ class Sent:
     def outcome(self) -> str:
         (outcome,) = self.outcomes
         return outcome
+
+    @property
+    def deadline_s(self) -> float:
+        """At the latest, by what its last answer says of how long it took."""
+        (took_ms,) = re.findall(r"total;dur=([\d.]+)", self.answers[-1].headers["server-timing"])
+        return self.ended_s - float(took_ms) / 1000 + self.timeout_s
 
     @property
     def latency_s(self) -> float:
@@ -84,6 +96,11 @@ class Ledger:
         await asyncio.gather(*self._open)
         for wire in self._idle:
             await wire.close()
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        assert self._arrivals is not None
+        self._arrivals.cancel()
 
     def ask(self, *texts: str) -> Sent:
         """Send one request beside those of the timetable; its outcome is there at the end of the block, or `until`."""
@@ -121,11 +138,17 @@ class Ledger:
                 " ".join(f"w{rng.randrange(NUM_WORDS)}" for _ in range(rng.randint(*self._load.words)))
                 for _ in range(rng.randint(*self._load.inputs))
             ]
-            self._send(texts, due_s)
+            timeout_s = self._load.timeout_s
+            if self._load.timeouts_ms is not None:
+                timeout_s = rng.randint(*self._load.timeouts_ms) / 1000
+            self._send(texts, due_s, timeout_s)
 
-    def _send(self, texts: list[str], due_s: float, *, fresh: bool | None = None) -> Sent:
+    def _send(
+        self, texts: list[str], due_s: float, timeout_s: float | None = None, *, fresh: bool | None = None
+    ) -> Sent:
         assert len(self._open) < _MAX_OPEN, "the server stands still, or the load is more than it can do"
-        sent = Sent(f"ledger-{self._seed}-{len(self.sent)}", texts, due_s)
+        timeout_s = self._load.timeout_s if timeout_s is None else timeout_s
+        sent = Sent(f"ledger-{self._seed}-{len(self.sent)}", texts, due_s, timeout_s)
         self.sent.append(sent)
         if fresh is None:
             fresh = random.Random(sent.request_id).random() < self._load.fresh
@@ -136,13 +159,20 @@ class Ledger:
 
     async def _run(self, sent: Sent, *, fresh: bool) -> None:
         outcome, sent.detail = await self._exchange(sent, fresh=fresh)
+        for _ in range(1, self._load.tries):
+            if outcome != "refused" or sent.answers[-1].status != 429:
+                break
+            await asyncio.sleep(int(sent.answers[-1].headers["retry-after-ms"]) / 1000)
+            outcome, sent.detail = await self._exchange(sent, fresh=fresh)
         sent.ended_s = time.monotonic()
         sent.outcomes.append(outcome)
 
     async def _exchange(self, sent: Sent, *, fresh: bool) -> tuple[str, str]:
         """An outcome and what else there is to say of it."""
         body = json.dumps({"input": sent.texts, "encoding_format": "base64"}).encode()
-        headers = {"X-Request-Id": sent.request_id, "X-Request-Timeout-Ms": str(int(self._load.timeout_s * 1000))}
+        headers = {"X-Request-Id": sent.request_id, "X-Request-Timeout-Ms": str(int(sent.timeout_s * 1000))}
+        if self._load.key:
+            headers["Authorization"] = f"Bearer {self._load.key}"
         try:
             wire = await self._take(fresh=fresh)
         except OSError as error:
@@ -151,7 +181,7 @@ class Ledger:
         keeps = False
         try:
             await wire.send(request_bytes("POST", "/v1/embeddings", body, headers))
-            answer = await wire.answer(timeout_s=self._load.timeout_s + _MARGIN_S)
+            answer = await wire.answer(timeout_s=sent.timeout_s + _MARGIN_S)
             keeps = not fresh and answer.headers.get("connection", "").lower() != "close"
         except asyncio.IncompleteReadError as error:
             began = bool(error.partial) or error.expected is not None
@@ -159,12 +189,13 @@ class Ledger:
         except ConnectionError as error:
             return "cut", repr(error)
         except TimeoutError:
-            return "lost", f"nothing for {self._load.timeout_s + _MARGIN_S} s"
+            return "lost", f"nothing for {sent.timeout_s + _MARGIN_S} s"
         finally:
             if keeps and len(self._idle) < self._load.connections:
                 self._idle.append(wire)
             else:
                 await wire.close()
+        sent.answers.append(answer)
         return judged(sent, answer)
 
     async def _take(self, *, fresh: bool) -> Wire:

@@ -25,6 +25,7 @@ import os
 import resource
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -132,6 +133,15 @@ def steps(run_dir: Path) -> list[Step]:
 
 def digest(sequence: TokenIds) -> str:
     return hashlib.sha256(np.asarray(sequence, dtype="<i4").tobytes()).hexdigest()[:16]
+
+
+def beginnings(run_dir: Path) -> Callable[[str], list[float]]:
+    """What gives the times, on the clock of `time.monotonic`, at which a text's sequence has been begun."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for step in steps(run_dir):
+        for known in step.digests:
+            found[known].append(step.begun_s)
+    return lambda text: found.get(digest(token_ids(text)), [])
 
 
 class Memory:

@@ -1,4 +1,5 @@
-"""What is promised of a suite when its processes die, hang and are restarted, when strangers come, and what it takes.
+"""What is promised of a suite whose processes die, hang, are restarted, or are asked for more than they can do, when
+strangers come, and of what it takes.
 
 This table drives the tests beside it; each prints what it measured. `make test` tries a promise `quick` times, `make
 soak` `soak` times. Of each promise the same counts are zero, but where its test says which requests may fail: those
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.faults.ledger import Load
 
@@ -22,6 +23,14 @@ _BOTHERED = Load(rate=100, inputs=(1, 2), words=(2, 5))
 
 # Of a difference of two 99th percentiles of some hundred requests each, the median of a few.
 _NOISE = "two cores that others use: between two calm rounds the same differs by up to 20 ms"
+
+# A worker whose steps take 93 ms with 128 tokens, 80 with a few, does 21.5 requests a second of half a step each. Most
+# of a step's time is its start, as on a GPU: where all of it is tokens, who is alone has small steps, and full ones
+# beside others.
+CAPACITY = 21.5
+HALF_STEPS = Load(rate=CAPACITY, inputs=(4, 4), words=(14, 14), fresh=0.05, key="crowd")
+
+_OF_MOST = "of 90 requests in 100: 99 where nobody else uses the cores, as in tests/scheduler/test_overload.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +420,63 @@ PROMISES = {
             soak=40_000,
             load=_BOTHERED,
             figures=(Figure("extra_p99_s", 1, 0.05, _NOISE),),
+        ),
+        Promise(
+            "C1",
+            "five times what the worker can do costs nobody who is let in his answer, and the others an answer at once",
+            quick=3,  # rounds
+            soak=30,
+            load=Load(rate=2, key="crowd"),
+            figures=(
+                Figure("goodput_missing", 0.5, 0.1),
+                Figure("latency_ratio", 0.5, 2.0, _OF_MOST),
+                Figure("refused_s", 0.9, 0.1, _OF_MOST),
+            ),
+        ),
+        Promise(
+            "C2",
+            "clients that try again do not keep the server down once there are few of them",
+            quick=3,  # seconds of the storm
+            soak=60,
+            load=Load(rate=2, key="crowd"),
+            figures=(
+                Figure("failed_part", 0.5, 0.01),
+                Figure("tries", 0.5, 1.1),
+                Figure("latency_ratio", 0.5, 2.0),
+            ),
+        ),
+        Promise(
+            "C3",
+            "a key at ten times its part does not make another's requests wait",
+            quick=3,  # rounds
+            soak=15,
+            load=Load(rate=2, key="crowd"),
+            figures=(
+                Figure("latency_ratio", 0.5, 2.0, _OF_MOST),
+                Figure("refused_part", 0.5, 0.0),
+            ),
+        ),
+        Promise(
+            "C4",
+            "what expires before it is begun is not begun, and is told so in time",
+            quick=1_000,  # requests
+            soak=10_000,
+            load=replace(HALF_STEPS, rate=5 * CAPACITY, timeouts_ms=(5, 500)),
+            figures=(
+                Figure("begun_late_s", 0.99, 0.05, "0; but a batch is handed over before the one before it has ended"),
+                Figure("told_late_s", 0.9, 0.05, _OF_MOST),
+            ),
+        ),
+        Promise(
+            "C7",
+            "clients that leave free their places in the queue at once, and nothing is begun for them any more",
+            quick=1,
+            soak=10,
+            load=Load(rate=2),
+            figures=(
+                Figure("freed_s", 1, 1.0, "0.2 s, and time for the clients to be gone and for two looks at /metrics"),
+                Figure("begun", 1, 6, "what one batch holds: the worker had it waiting behind the one that ran"),
+            ),
         ),
     )
 }

@@ -36,22 +36,36 @@ _LOST = re.compile(
 
 
 class OracleSuite(Suite):
-    """Two gateways, a scheduler and two oracle workers under the real supervisord.conf."""
+    """Two gateways, a scheduler and oracle workers under the real supervisord.conf."""
 
-    def __init__(self, folder: str, port: int | None = None) -> None:
-        """In a folder where one was before, with its port: what that one left is found."""
+    def __init__(
+        self,
+        folder: str,
+        port: int | None = None,
+        *,
+        num_workers: int = NUM_WORKERS,
+        step_ms: float = STEP_MS,
+        token_us: float = TOKEN_US,
+        **variables: object,
+    ) -> None:
+        """In a folder where one was before, with its port: what that one left is found.
+
+        `variables`: fields of the processes' configuration that are not as usual.
+        """
+        self.num_workers = num_workers
         if not Path(folder, "model").exists():
             write_model(Path(folder, "model"))
         Path(folder, "run").mkdir(mode=0o700, exist_ok=True)
         port = port or free_port()
         conf = (ROOT / "supervisord.conf").read_text()
+        more = "".join(f',HEDGEROW_{name.upper()}="{value}"' for name, value in variables.items())
         # What a worker's process is started with, after Python.
         self.oracle = ["-m", "tests.faults.oracle", "worker", "--folder", f"{folder}/model"]
-        self.oracle += ["--step-ms", str(STEP_MS), "--token-us", str(TOKEN_US)]
+        self.oracle += ["--step-ms", str(step_ms), "--token-us", str(token_us)]
         for shipped, own in (
             ('HEDGEROW_PORT="8080"', f'HEDGEROW_PORT="{port}"'),
             ('HEDGEROW_GATEWAYS="2"', f'HEDGEROW_GATEWAYS="{NUM_GATEWAYS}"'),
-            ('HEDGEROW_WORKERS="1"', f'HEDGEROW_WORKERS="{NUM_WORKERS}"'),
+            ('HEDGEROW_WORKERS="1"', f'HEDGEROW_WORKERS="{num_workers}"' + more),
             ("command=hedgerow worker", f"command={sys.executable} {' '.join(self.oracle)}"),
         ):
             assert conf.count(shipped) == 1, shipped
@@ -60,8 +74,9 @@ class OracleSuite(Suite):
         command = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", f"{folder}/supervisord.conf"]
         super().__init__(f"{folder}/run", command=command, port=port)
 
-    async def ready(self, workers: int = NUM_WORKERS, instead_of: Process | None = None) -> float:
+    async def ready(self, workers: int | None = None, instead_of: Process | None = None) -> float:
         """Wait until all of it serves, another process in the place of one that ended; when that was seen."""
+        workers = self.num_workers if workers is None else workers
         async with asyncio.timeout(60):
             while not await asyncio.to_thread(self._is_ready, workers, instead_of):
                 await asyncio.sleep(0.02)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from dataclasses import dataclass
 
 
@@ -66,6 +68,12 @@ class Wire:
                 return await self._reader.read()
             except ConnectionResetError:
                 return b""
+
+    def reset(self) -> None:
+        """End the connection as a client does that is gone: at once, and without a word."""
+        sock = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         self._writer.close()
