@@ -64,7 +64,7 @@ class Asked:
 @dataclass(slots=True)
 class Simulation:
     metrics: Metrics
-    max_queue_ms: int = 150
+    max_queue_ms: int = 100
     num_workers: int = 1
     now_ns: int = SECOND
     core: Scheduler = field(init=False)
@@ -197,7 +197,7 @@ def test_two_keys_that_both_want_all_have_half_each_and_three_a_third(metrics: M
         asked = [one for tenant in range(num_tenants) for one in poisson(simulation, 3 * _CAPACITY, 10, tenant=tenant)]
         simulation.run(sorted(asked, key=lambda one: one.at_ns))
         served = [sum(one.tenant == tenant and not one.refused for one in asked) for tenant in range(num_tenants)]
-        assert max(served) <= 1.05 * min(served)
+        assert max(served) <= 1.1 * min(served)
         assert sum(served) / 10 >= 0.9 * _CAPACITY
 
 
