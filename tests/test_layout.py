@@ -85,6 +85,24 @@ def test_nothing_is_unpickled_or_evaluated(tree: ast.Module) -> None:
                 }
 
 
+# Of the wall clock there is one use: the date that OpenAI's list of models gives each.
+WALL_CLOCK = {"time.time": {"gateway/app.py"}}
+WALL_CLOCKS = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow"}
+
+
+def test_no_duration_is_measured_by_a_clock_that_somebody_may_set(module: Path, tree: ast.Module) -> None:
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & WALL_CLOCKS
+    assert used == {name for name, places in WALL_CLOCK.items() if str(module) in places}
+    assert not imports(tree) & {"datetime"}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "time"
+        for alias in node.names
+    }
+    assert imported <= {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns"}
+
+
 def test_only_config_reads_the_environment(module: Path, tree: ast.Module) -> None:
     if module.as_posix() in {"common/config.py", "common/metrics.py", "common/launch.py"}:
         return  # metrics and launch only write it, for prometheus_client and supervisord: checked below
