@@ -209,6 +209,10 @@ class Scheduler:
             self._lose_gateway(gateway, reason)
         return self._take_actions(now_ns)
 
+    def knows(self, peer: bytes) -> bool:
+        """Whether this gateway or worker is one that was let in and is not lost."""
+        return peer in self._gateways or self._fleet.get(peer) is not None
+
     def on_tick(self, now_ns: int) -> list[Action]:
         """What time brings: pulses, expired requests, lost peers. Call it at `next_tick_ns`, or sooner."""
         self._note_time(now_ns)

@@ -81,6 +81,11 @@ class _Side:
             self._poller.unregister(pidfd)
             os.close(pidfd)
 
+    def forget_unless(self, is_known: Callable[[bytes], bool]) -> None:
+        """Close the pidfds of peers that nothing is expected of: of one that has come back as somebody new, say."""
+        for peer in [peer for peer in self._pidfds if not is_known(peer)]:
+            self.forget(peer)
+
     def close(self) -> None:
         for peer in list(self._pidfds):
             self.forget(peer)
@@ -206,6 +211,7 @@ class Server:
             return
         self._next_bound_check_ns = now_ns() + _BOUND_CHECK_NS
         for side in self._sides:
+            side.forget_unless(self._core.knows)
             if side.router.ensure_bound():
                 logger.warning("a socket file was removed from the run folder; bound again")
 

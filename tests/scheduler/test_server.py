@@ -225,6 +225,23 @@ def test_a_worker_takes_the_place_of_one_that_has_fallen_silent_within_three_sec
     assert gateway.wait_for(Reply).request_id == 7
 
 
+@pytest.mark.slow
+def test_a_peer_that_comes_back_as_somebody_new_again_and_again_takes_no_more_descriptors(gateway: Gateway) -> None:
+    def num_pidfds() -> int:
+        return sum("pidfd" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+    for _ in range(20):
+        gateway.dealer.reconnect()
+        assert gateway.dealer.socket.poll(5000, zmq.POLLOUT)
+        gateway.dealer.send(Join(PROTOCOL_VERSION, "gateway-0", os.getpid()))
+        gateway.wait_for(Welcome)
+    end = time.monotonic() + 5
+    while num_pidfds() > 1:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert num_pidfds() == 1
+
+
 def test_a_removed_socket_file_is_bound_again(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
     (Path(run_dir) / "workers.sock").unlink()
     end = time.monotonic() + 5
