@@ -28,6 +28,7 @@ MIB = 2**20
 _CONNECTIONS = 48
 _CAP_BYTES = 64 * MIB
 _BODY_BYTES = 4 * MIB
+_PACKET_BYTES = 128 * 1024  # so that this process does not hold what is refused
 _LEAK_BYTES = 4096  # of each sequence; a third of them run there
 _EMBEDDING = request_bytes("POST", "/v1/embeddings", json.dumps({"input": "w1 w2"}).encode())
 _REFUSED = (
@@ -186,8 +187,9 @@ async def test_bodies_that_do_not_end_hold_as_much_memory_as_they_may(
             running.measured("kib_a_connection", (peak_bytes - before_bytes - reserved_bytes) / running.count / 1024)
             await send(port, [(200, _EMBEDDING)] * 100)
         report(running.judge(exactly={}))
-        assert refused >= running.count - _CAP_BYTES // _BODY_BYTES
-        assert peak_bytes - before_bytes > _CAP_BYTES / 2  # else it was no flood
+        # Else it was no flood. Those that are held end by their own slowness, and make room for as many again.
+        assert refused >= running.count / 4
+        assert peak_bytes - before_bytes > _CAP_BYTES / 2
     finally:
         gateway.terminate()
         await gateway.communicate()
@@ -214,7 +216,9 @@ async def send_bodies(port: int, count: int) -> int:
 
     async def one(wire: Wire) -> int:
         try:
-            await wire.send(head + body)
+            await wire.send(head)
+            for begin in range(0, len(body), _PACKET_BYTES):
+                await wire.send(body[begin : begin + _PACKET_BYTES])
             answer = await wire.answer(timeout_s=1)
         except TimeoutError:
             return 0  # it waits for the rest, and holds what has come
