@@ -109,9 +109,7 @@ async def test_while_workers_are_restarted_one_by_one_the_other_does_what_one_ca
     both = tokens_per_s(calm_s, calm_s + 3)
     for start_s, stop_s in zip(begun_s, ended_s, strict=True):
         running.measured("missing", 1 - tokens_per_s(start_s, stop_s) / both)
-    # What a worker is sent that has just taken its leave may show that it is gone before its leave is read.
-    unknown = ['hedgerow_worker_losses_total{reason="disconnected"}']
-    report(running.judge(exactly=running.answers(), unknown=unknown))
+    report(running.judge(exactly=running.answers()))
 
 
 async def test_the_scheduler_restarted_fails_no_request_and_starts_no_worker_again(
