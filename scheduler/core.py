@@ -110,6 +110,7 @@ class _Gateway:
     pid: int
     last_heard_ns: int
     requests: dict[int, Pending]
+    replaced: frozenset[bytes] = frozenset()  # the peers that this process was before
     short_since_ns: int | None = None  # since when it tells of more requests than there are
 
 
@@ -265,11 +266,15 @@ class Scheduler:
             return
         known = self._gateways.get(peer)
         former = next((g for g in self._gateways.values() if g.name == join.name and g.pid == join.pid), None)
+        if former is not None and peer in former.replaced:
+            self._metrics.stale_messages.inc()  # said before it came back as somebody new, and found after that
+            return
+        replaced = frozenset() if former is None else former.replaced | {former.peer}
         if former is not None and former is not known:
             self._lose_gateway(former, "joined again")  # the same process, over a new connection
         if known is None:
             logger.info("%s joined (pid %d)", join.name, join.pid)
-            self._gateways[peer] = _Gateway(peer, join.name, join.pid, now_ns, {})
+            self._gateways[peer] = _Gateway(peer, join.name, join.pid, now_ns, {}, replaced)
         else:
             known.last_heard_ns = now_ns
         self._actions.append(ToGateway(peer, self._welcome(answers_join=True, now_ns=now_ns)))
@@ -280,7 +285,12 @@ class Scheduler:
             known.last_heard_ns = now_ns
             return
         former = self._fleet.named(hello.name)
+        replaced: frozenset[bytes] = frozenset()
         if former is not None and former.pid == hello.pid:
+            if peer in former.replaced:
+                self._metrics.stale_messages.inc()  # said before it came back as somebody new, and found after that
+                return
+            replaced = former.replaced | {former.peer}
             self._lose(former, "reconnected", now_ns)  # the same process under a new routing id
         refusal = self._refusal(hello)
         if refusal is not None:
@@ -288,7 +298,7 @@ class Scheduler:
             self._actions.append(ToWorker(peer, refusal))
             return
         logger.info("%s is ready (pid %d, %s on %s)", hello.name, hello.pid, hello.facts.name, hello.facts.device)
-        self._fleet.join(Worker(peer, hello.name, hello.pid, hello.facts, now_ns))
+        self._fleet.join(Worker(peer, hello.name, hello.pid, hello.facts, now_ns, replaced))
         self._last_ready_ns = self._last_progress_ns = now_ns
         self._facts = hello.facts
         for pending in self._queue.pending():

@@ -82,6 +82,7 @@ class Worker:
     pid: int
     facts: ModelFacts
     last_heard_ns: int
+    replaced: frozenset[bytes] = frozenset()  # the peers that this process was before
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
     short_since_ns: int | None = None  # since when its beats tell of fewer batches than were sent
     held: int = 0  # batches, by its last beat

@@ -1087,6 +1087,19 @@ def test_a_batch_that_was_sent_before_one_whose_result_has_come_never_arrived_an
     assert (ids(batch), rig.killed) == ([1, 3], [])
 
 
+def test_an_introduction_under_an_old_name_that_is_found_after_the_new_one_is_stale(rig: Rig) -> None:
+    hello = Hello(PROTOCOL_VERSION, "w0", 1, FACTS)
+    rig.worker(hello, b"w9")  # came back as somebody new, while the scheduler stood still
+    rig.worker(hello, b"w0")
+    join = Join(PROTOCOL_VERSION, "g0", 1)
+    rig.gateway(join, b"g9")
+    rig.gateway(join, b"g0")
+    rig.gateway(make_request(1, [1]), b"g9")
+    (batch,) = rig.take(Batch, b"w9")
+    rig.finish(batch, b"w9")
+    assert len(rig.take(Reply, b"g9")) == 1
+
+
 def test_beats_that_a_scheduler_finds_after_a_standstill_say_nothing_of_what_it_sends_then(rig: Rig) -> None:
     rig.request(1, [1])
     (batch,) = rig.take(Batch)
