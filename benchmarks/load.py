@@ -42,7 +42,7 @@ import time
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, cast
@@ -106,9 +106,10 @@ class Target:
     model: str
     tokens_per_word: float = 1.0
     special_tokens: float = 0.0
+    api_key: str | None = None
 
     @classmethod
-    def find(cls, url: str, model: str | None, corpus: Corpus) -> Target:
+    def find(cls, url: str, model: str | None, corpus: Corpus, api_key: str | None = None) -> Target:
         """Ask a server for its model's name, and for the tokens of texts of two lengths.
 
         Raises:
@@ -118,7 +119,7 @@ class Target:
         if parts.scheme != "http" or parts.hostname is None:
             raise LoadError(f"--url {url}: http://HOST:PORT expected")
         root = parts.path.rstrip("/")
-        target = cls(parts.hostname, parts.port or 80, f"{root}/v1/embeddings", model or "")
+        target = cls(parts.hostname, parts.port or 80, f"{root}/v1/embeddings", model or "", api_key=api_key)
         if model is None:
             target.model = str(target._ask(f"{root}/v1/models", None)["data"][0]["id"])
         short, long = 4, 64
@@ -139,6 +140,8 @@ class Target:
     def request(self, texts: list[bytes], encoding: str) -> bytes:
         body = self.body(texts, encoding)
         head = f"POST {self.path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
+        if self.api_key is not None:
+            head += f"Authorization: Bearer {self.api_key}\r\n"
         return b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
 
     def _mean_tokens(self, corpus: Corpus, num_words: int) -> float:
@@ -148,7 +151,10 @@ class Target:
 
     def _ask(self, path: str, body: bytes | None) -> dict[str, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
-        connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        connection.request("GET" if body is None else "POST", path, body, headers)
         response = connection.getresponse()
         content = response.read()
         connection.close()
@@ -197,13 +203,14 @@ class Tally:
             self.samples.append(b"".join(chunks))
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One connection with at most one request on its way. Knows as much of HTTP/1.1 as it needs."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[int] | None = None
         self._header = b""
+        self.header = b""  # of the last answer
         self._status = 0
         self._missing = 0  # bytes of the body
         self.chunks: list[bytes] = []  # of the body
@@ -217,6 +224,10 @@ class _Connection(asyncio.Protocol):
         self._transport.write(request)
         return await self._answer
 
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
@@ -226,7 +237,8 @@ class _Connection(asyncio.Protocol):
             end = self._header.find(b"\r\n\r\n")
             if end < 0:
                 return
-            header, data = self._header[:end].lower(), self._header[end + 4 :]
+            self.header, data = self._header[:end], self._header[end + 4 :]
+            header = self.header.lower()
             if (length := _LENGTH.search(header)) is None:
                 raise LoadError("an answer without Content-Length")  # the loop logs it and closes the connection
             self._status, self._missing = int(header[9:12]), int(length[1])
@@ -240,6 +252,12 @@ class _Connection(asyncio.Protocol):
             self._answer.set_exception(ConnectionResetError())
 
 
+async def open_connection(target: Target) -> Connection:
+    """Raises OSError: nobody is there."""
+    _, connection = await asyncio.get_running_loop().create_connection(Connection, target.host, target.port)
+    return connection
+
+
 class _Clients:
     """All clients of one process."""
 
@@ -251,7 +269,7 @@ class _Clients:
 
     async def run(self, barrier: Barrier) -> Tally:
         try:
-            connections = [await self._connect() for _ in range(self._plan.num_clients)]
+            connections = [await open_connection(self._plan.target) for _ in range(self._plan.num_clients)]
         except OSError:
             barrier.abort()
             raise
@@ -267,12 +285,7 @@ class _Clients:
             self._tally.errors["no answer"] += len(late)
         return self._tally
 
-    async def _connect(self) -> _Connection:
-        target = self._plan.target
-        _, connection = await asyncio.get_running_loop().create_connection(_Connection, target.host, target.port)
-        return connection
-
-    async def _client(self, connection: _Connection) -> None:
+    async def _client(self, connection: Connection) -> None:
         while not self._stopping:
             request = self._next_request()
             sent_s = time.monotonic()
@@ -281,7 +294,7 @@ class _Clients:
             except OSError as error:
                 await self._rest(type(error).__name__)
                 try:
-                    connection = await self._connect()
+                    connection = await open_connection(self._plan.target)
                 except OSError:
                     continue  # the next request then fails, and is counted
             else:
@@ -302,7 +315,7 @@ class _Clients:
         await asyncio.sleep(_PAUSE_S)
 
 
-def _client_process(plan: _Plan, barrier: Barrier, results: Connection) -> None:
+def _client_process(plan: _Plan, barrier: Barrier, results: Pipe) -> None:
     import uvloop  # here, since the parent and the tests do without
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

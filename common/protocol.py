@@ -13,8 +13,8 @@ stranger's bytes) cannot raise anything else.
 Who sends what:
 
     gateway → scheduler    Join  Request  Cancel  Beat  Goodbye
-    scheduler → gateway    Welcome  Reply  Replies  Failure  Ping  Refuse
-    worker → scheduler     Hello  Result  BatchFailed  Beat  Goodbye
+    scheduler → gateway    Welcome  Reply  Replies  Trace  Failure  Ping  Refuse
+    worker → scheduler     Hello  StepTimes  Result  BatchFailed  Beat  Goodbye
     scheduler → worker     Batch  Ping  Refuse
 
 A row is the answer to one span of tokens: mostly a whole sequence, but a sequence may name several spans of itself
@@ -22,6 +22,9 @@ A row is the answer to one span of tokens: mostly a whole sequence, but a sequen
 sequences, and those of one sequence in the order of its spans.
 
 Times are nanoseconds of CLOCK_MONOTONIC, which every process of one host shares; durations are microseconds.
+A request may be followed: its messages then say when they were sent (`times_ns`), and what else happened when comes in
+messages of its own, StepTimes and Trace, before the answers that they are of. So all others pay nothing for it.
+
 `epoch` is drawn anew by every scheduler start. It fences: what carries another epoch belongs to a dead scheduler.
 """
 
@@ -47,7 +50,7 @@ MAX_HEADER_BYTES = 64 * 1024
 _PLAIN_HEADER_BYTES = 2 * 1024
 _MAX_CONTAINERS = 32
 _MAX_ELEMENTS = 12 * 1024
-MAX_FRAMES = 9
+MAX_FRAMES = 10
 
 # The most that a frame may hold: the transport drops the connection of a peer that sends more.
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -60,6 +63,7 @@ MAX_ROWS = 64 * 1024
 
 Int32Vector: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 1)]
 Int32Matrix: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 2)]
+Int64Vector: TypeAlias = Annotated[npt.NDArray[np.int64], ("<i8", 1)]
 Int64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], ("<i8", 2)]
 FlagVector: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 1)]
 ByteMatrix: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 2)]
@@ -90,6 +94,15 @@ LANES = ("online", "score", "backfill")
 NO_NUMBERS: Int32Vector = np.frombuffer(b"", dtype="<i4")
 NO_SPANS: Int32Matrix = NO_NUMBERS.reshape(0, 2)
 NONE_FULL: Int64Matrix = np.frombuffer(b"", dtype="<i8").reshape(0, 4)
+NO_TIMES: Int64Vector = np.frombuffer(b"", dtype="<i8")
+
+# What happens in a worker to a batch that is followed, in order: its socket has it, its launcher takes it up, the
+# inputs are where the device reads them, all is launched, the device gets to it (on a CPU with the launch), the rows
+# are computed, they are on the host, its socket sends the result.
+STEP_MOMENTS = ("received", "taken", "staged", "launched", "began", "computed", "copied", "answered")
+
+# And to a piece of a request, from the gateway to the scheduler and the worker and back to the scheduler.
+PIECE_MOMENTS = ("sent", "arrived", "formed", *STEP_MOMENTS, "returned")
 
 
 def _no_numbers() -> Int32Vector:
@@ -102,6 +115,10 @@ def _no_spans() -> Int32Matrix:
 
 def _none_full() -> Int64Matrix:
     return NONE_FULL
+
+
+def _no_times() -> Int64Vector:
+    return NO_TIMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +196,7 @@ class Request:
     # empty where each sequence makes one row over all of its tokens.
     span_counts: Int32Vector = field(default_factory=_no_numbers)
     spans: Int32Matrix = field(default_factory=_no_spans)
+    times_ns: Int64Vector = field(default_factory=_no_times)  # [1] when it was sent; empty where nobody follows it
 
     def __post_init__(self) -> None:
         _check_sequences(self)
@@ -229,6 +247,18 @@ class Result:
     rows: ByteMatrix  # [rows, row bytes]
     # Tokens of each piece that it ran in, one after the other, where the device had no memory for the batch at once.
     pieces: Int32Vector = field(default_factory=_no_numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When what happened to a batch that is followed; right before its Result."""
+
+    epoch: int
+    batch_id: int
+    times_ns: Int64Vector  # [STEP_MOMENTS]
+
+    def __post_init__(self) -> None:
+        _check_times(self.times_ns, len(STEP_MOMENTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +341,7 @@ class Batch:
     type_starts: Int32Vector = field(default_factory=_no_numbers)  # [sequences] or empty
     span_counts: Int32Vector = field(default_factory=_no_numbers)  # [sequences] or empty
     spans: Int32Matrix = field(default_factory=_no_spans)  # [rows, 2] or empty
+    times_ns: Int64Vector = field(default_factory=_no_times)  # [1] when it was formed; empty where nobody follows it
 
     @property
     def num_rows(self) -> int:
@@ -370,6 +401,21 @@ class Replies:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """When what happened to a piece of a request that is followed, or to a part of one; before its rows."""
+
+    request_id: int
+    batch_id: int
+    worker: str  # the name of who ran it
+    num_sequences: int  # of the batch that it ran in
+    num_tokens: int
+    times_ns: Int64Vector  # [PIECE_MOMENTS]
+
+    def __post_init__(self) -> None:
+        _check_times(self.times_ns, len(PIECE_MOMENTS))
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A request's one and final answer when it has none; `code` is one of `errors.py`."""
 
@@ -404,6 +450,8 @@ Message: TypeAlias = (
     | Failure
     | Refuse
     | Replies
+    | StepTimes
+    | Trace
 )
 Frame: TypeAlias = bytes | memoryview
 
@@ -535,6 +583,13 @@ def _check_sequences(message: Request | Batch) -> None:
         _check_type_starts(lengths, message.type_starts)
     if len(message.span_counts) or message.spans.shape != (0, 2):
         _check_spans(lengths, message.span_counts, message.spans)
+    if len(message.times_ns):
+        _check_times(message.times_ns, 1)
+
+
+def _check_times(times_ns: npt.NDArray[np.int64], count: int) -> None:
+    if len(times_ns) != count or int(times_ns[0]) < 0 or bool((times_ns[1:] < times_ns[:-1]).any()):
+        raise ValueError(f"needs {count} times in the order in which things happen")
 
 
 def _check_type_starts(lengths: npt.NDArray[np.int32], type_starts: npt.NDArray[np.int32]) -> None:
@@ -754,6 +809,8 @@ _LAYOUTS_BY_KIND = {
             Failure,
             Refuse,
             Replies,
+            StepTimes,
+            Trace,
         ),
         start=1,
     )

@@ -70,6 +70,7 @@ from gateway.requests import (
 )
 from gateway.routes import operations, operations_by_path, pages
 from gateway.schema import unsupported
+from gateway.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -92,16 +93,17 @@ T = TypeVar("T")
 class Stage:
     """How long a part of a request takes: as a context, what runs within it, also where that fails."""
 
-    __slots__ = ("_begin_ns", "us")
+    __slots__ = ("began_ns", "ended_ns", "us")
 
     def __init__(self) -> None:
-        self.us = 0
+        self.us = self.began_ns = self.ended_ns = 0
 
     def __enter__(self) -> None:
-        self._begin_ns = now_ns()
+        self.began_ns = now_ns()
 
     def __exit__(self, *raised: object) -> None:
-        self.us += (now_ns() - self._begin_ns) // 1000
+        self.ended_ns = now_ns()
+        self.us += (self.ended_ns - self.began_ns) // 1000
 
 
 class Call:
@@ -123,6 +125,7 @@ class Call:
         "start_ns",
         "step_us",
         "tokenize",
+        "trace",
     )
 
     def __init__(self, request: web.BaseRequest) -> None:
@@ -141,6 +144,13 @@ class Call:
         self.lane = ""
         self.parse, self.tokenize, self.render = Stage(), Stage(), Stage()
         self.queue_us = self.step_us = 0
+        self.trace = RequestTrace() if request.headers.get("X-Trace") == "1" else None
+
+    def trace_headers(self, trace: RequestTrace, timing: str) -> dict[str, str]:
+        """What the answer's header says of a request that is followed."""
+        parse, tokenize, render = self.parse, self.tokenize, self.render
+        before_ns = (self.start_ns, parse.began_ns, parse.ended_ns, tokenize.ended_ns)
+        return trace.headers(before_ns, (render.began_ns, render.ended_ns), timing)
 
     @property
     def tenant(self) -> int:
@@ -266,6 +276,8 @@ class Gateway:
         headers["Server-Timing"] = server_timing(
             call.parse.us, call.tokenize.us, call.queue_us, call.step_us, call.render.us, total_us
         )
+        if call.trace is not None:
+            headers.update(call.trace_headers(call.trace, headers["Server-Timing"]))
         headers.update(cors.answer_headers(self._origins, request.headers.get("Origin")))
         if call.fingerprint is not None:
             headers["X-Model-Fingerprint"] = call.fingerprint
@@ -492,6 +504,7 @@ class Gateway:
             lane=call.lane,
             deadline_ns=call.deadline_ns,
             tenant=call.tenant,
+            trace=call.trace,
         )
         call.held.grow(OpenRequest.num_bytes(sequences, options, spans))
         embedded = await self._client.submit(sequences, options, type_starts=type_starts, spans=spans)

@@ -38,6 +38,7 @@ from common.protocol import (
     LANES,
     NO_NUMBERS,
     NO_SPANS,
+    NO_TIMES,
     PROTOCOL_VERSION,
     Beat,
     Cancel,
@@ -52,12 +53,14 @@ from common.protocol import (
     Reply,
     Request,
     Spans,
+    Trace,
     Welcome,
     max_rows,
     row_bytes,
     sparse_bytes,
 )
 from common.transport import Dealer, address, now_ns
+from gateway.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +134,7 @@ class Options:
     lane: str
     deadline_ns: int
     tenant: int = 0  # whose request it is, as in a Request
+    trace: RequestTrace | None = None  # of a request that is followed
 
 
 @dataclass(slots=True, eq=False)
@@ -362,6 +366,8 @@ class Ledger:
             self._on_failure(message)
         elif isinstance(message, Welcome):
             self._on_welcome(message)
+        elif isinstance(message, Trace):
+            self._on_trace(message, now_ns)
         elif isinstance(message, Refuse):
             logger.error("the scheduler refused this gateway: %s", message.message)
             self.refused = f"The scheduler refused this gateway: {message.message}."
@@ -450,6 +456,7 @@ class Ledger:
                 type_starts=request.type_starts[piece.start : piece.stop],
                 span_counts=request.span_counts[piece.start : piece.stop],
                 spans=request.spans[request.first_row(piece.start) : request.first_row(piece.stop)],
+                times_ns=NO_TIMES if options.trace is None else options.trace.sent(),
             )
         )
 
@@ -483,6 +490,11 @@ class Ledger:
         if request.unanswered == 0 and not request.future.done():
             rows = request.rows.view(_DTYPES[request.options.encoding])
             request.future.set_result(Embedded(rows, request.queue_us, request.step_us))
+
+    def _on_trace(self, trace: Trace, now_ns: int) -> None:
+        piece = self._pieces.get(trace.request_id)
+        if piece is not None and piece.request.options.trace is not None:
+            piece.request.options.trace.add(trace, now_ns)
 
     def _on_failure(self, failure: Failure) -> None:
         piece = self._pieces.pop(failure.request_id, None)

@@ -11,6 +11,8 @@ import logging
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from common.errors import (
     DeadlineExceeded,
     InputQuarantined,
@@ -40,6 +42,8 @@ from common.protocol import (
     Reply,
     Request,
     Result,
+    StepTimes,
+    Trace,
     Welcome,
     max_rows,
 )
@@ -192,6 +196,8 @@ class Scheduler:
                 self._lose(worker, "goodbye", now_ns)
             elif isinstance(message, Beat):
                 self._fleet.on_beat(worker, message, now_ns)
+            elif isinstance(message, StepTimes):
+                worker.times = message
             else:
                 logger.warning("%s sent a %s; ignored", worker.name, type(message).__name__)
         return self._take_actions(now_ns)
@@ -445,6 +451,8 @@ class Scheduler:
         worker.longest = max(worker.longest, batch.longest)
         self._last_progress_ns = now_ns
         self._metrics.batches.labels("done").inc()
+        if worker.times is not None:
+            self._trace(worker, worker.times, batch, now_ns)
         nonfinite = set(result.nonfinite.tolist())
         replies: dict[bytes, list[Reply]] = {}  # by gateway
         row = 0
@@ -535,6 +543,26 @@ class Scheduler:
             step_us=result.step_us,
             rows=result.rows[row : row + num_rows],
         )
+
+    def _trace(self, worker: Worker, times: StepTimes, batch: InFlight, now_ns: int) -> None:
+        """Tell the gateways whose requests of this batch are followed what happened to them when."""
+        worker.times = None
+        if (times.epoch, times.batch_id) != (self.epoch, batch.batch_id):
+            return
+        num_sequences = sum(part.num_sequences for part in batch.parts)
+        for part in batch.parts:
+            pending = part.pending
+            sent_ns = pending.request.times_ns.tolist()
+            if pending.settled or not sent_ns:
+                continue
+            times_ns = np.array([*sent_ns, pending.arrived_ns, batch.sent_ns, *times.times_ns.tolist(), now_ns])
+            if bool((times_ns[1:] < times_ns[:-1]).any()):
+                logger.warning("%s or a gateway has another clock: request not traced", worker.name)
+                return
+            trace = Trace(
+                pending.request.request_id, batch.batch_id, worker.name, num_sequences, batch.num_tokens, times_ns
+            )
+            self._actions.append(ToGateway(pending.gateway, trace))
 
     def _reply(self, peer: bytes, replies: list[Reply]) -> None:
         """Send a gateway what a batch has for it: single rows in one message, larger parts uncopied each in its own."""

@@ -27,10 +27,12 @@ from common.protocol import (
     ENCODINGS,
     NO_NUMBERS,
     NO_SPANS,
+    NO_TIMES,
     Batch,
     Beat,
     ModelFacts,
     Result,
+    StepTimes,
     row_bytes,
     sparse_bytes,
 )
@@ -93,6 +95,7 @@ class Worker:
     memory_back_ns: int = 0  # from when on it is taken not to be, as long as fitting_tokens says anything
     longest: int = 0  # tokens of the longest sequence that it has run
     rests_until_ns: int = 0  # no new work before
+    times: StepTimes | None = None  # of the batch whose result comes next, where that is followed
 
     @property
     def num_tokens(self) -> int:
@@ -230,6 +233,7 @@ class Fleet:
             type_starts=_type_starts(parts),
             span_counts=span_counts,
             spans=spans,
+            times_ns=np.array([now_ns]) if [r for r in requests if len(r.times_ns)] else NO_TIMES,
         )
         if not worker.in_flight:
             worker.running_since_ns = now_ns

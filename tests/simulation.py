@@ -361,7 +361,7 @@ class WorkerProcess(Process):
         now_s = self.world.now_ns / SECOND
         outcomes, self.outcomes = self.outcomes, []
         for outcome in outcomes:
-            self.core.on_outcome(outcome)
+            self.core.on_outcome(outcome, now_s)
         while self.inbox:
             self.core.on_message(self.inbox.popleft(), now_s)
         while self.signals:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from common.protocol import NO_NUMBERS, Batch, BatchFailed, ModelFacts, Result
+from common.protocol import NO_NUMBERS, Batch, BatchFailed, ModelFacts, Result, StepTimes
+from worker.lazy import Progress
 from worker.memory import SequenceTooLarge
 
 if TYPE_CHECKING:
@@ -52,14 +53,15 @@ class Broken:
     error: Exception
 
 
-Outcome: TypeAlias = Ready | Broken | Result | BatchFailed
+Outcome: TypeAlias = Ready | Broken | StepTimes | Result | BatchFailed
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
     batch: Batch
-    launched_ns: int
+    launched_ns: int  # when its launch began
     rows: LazyTensor | None = None  # until it is launched
+    returned_ns: int = 0  # when its launch was over
 
 
 class Compute:
@@ -153,12 +155,12 @@ class Compute:
         except Exception as error:  # noqa: BLE001  # one batch's failure is its own; the loop goes on
             self._fail(step, error)
             return
-        launch_s = (time.monotonic_ns() - step.launched_ns) / 1e9
+        step.returned_ns = time.monotonic_ns()
         if step is self._running[0] and step.rows.ready():
             self._collect(step)
         else:
             self._launched.put(step)
-            self._metrics.step_launch_seconds.observe(launch_s)
+            self._metrics.step_launch_seconds.observe((step.returned_ns - step.launched_ns) / 1e9)
 
     # --- on the collector ---
 
@@ -184,6 +186,8 @@ class Compute:
         self._finished_ns = time.monotonic_ns()
         duration_ns = self._finished_ns - began_ns
         nonfinite = np.flatnonzero(result.finite == 0).astype(np.int32)
+        if len(step.batch.times_ns):
+            self._put(_times_of(step, step.rows.progress or Progress(), began_ns, self._finished_ns))
         pieces = np.array(result.pieces, dtype=np.int32) if result.pieces else NO_NUMBERS
         self._put(Result(step.batch.epoch, step.batch.batch_id, duration_ns // 1000, nonfinite, result.rows, pieces))
         self._running.remove(step)  # only now: the launcher hands on what it finds to be the oldest itself
@@ -207,6 +211,18 @@ class Compute:
     def _put(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)
         os.eventfd_write(self.wakeup_fd, 1)
+
+
+def _times_of(step: _Step, progress: Progress, began_ns: int, copied_ns: int) -> StepTimes:
+    """What this side knows of a step; the server knows when the batch came, and when its answer goes."""
+    taken_ns = step.launched_ns
+    staged_ns = progress.staged_ns or taken_ns
+    computed_ns = progress.computed_ns or copied_ns
+    # On a CPU the step has run before the call returns.
+    launched_ns = staged_ns if computed_ns <= step.returned_ns else step.returned_ns
+    began_ns = min(max(launched_ns, began_ns), computed_ns)
+    times_ns = [taken_ns, taken_ns, staged_ns, launched_ns, began_ns, computed_ns, copied_ns, copied_ns]
+    return StepTimes(step.batch.epoch, step.batch.batch_id, np.array(times_ns))
 
 
 def _cause(engine: Engine | None, error: Exception) -> Exception:

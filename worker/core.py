@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from common.metrics import Metrics
 from common.models import ModelNotFound
 from common.protocol import (
@@ -28,6 +30,7 @@ from common.protocol import (
     Ping,
     Refuse,
     Result,
+    StepTimes,
 )
 from worker.files import ModelError
 from worker.lazy import DeviceLost
@@ -71,7 +74,7 @@ class Device(Protocol):
 
 
 class Worker:
-    """Seconds are those of one clock that never goes back.
+    """Seconds are those of the clock that all processes of a host share (transport.now_ns).
 
     `joined` is called once a scheduler has taken this worker in.
     """
@@ -100,7 +103,8 @@ class Worker:
         self._epoch: int | None = None  # from the first Ping on
         self._held: set[int] = set()  # batches of this epoch that are not answered
         # Bounded by what is held, and by what a confused scheduler sends beyond.
-        self._unsent: deque[Result | BatchFailed] = deque()
+        self._unsent: deque[StepTimes | Result | BatchFailed] = deque()
+        self._received_ns: dict[int, int] = {}  # when batches came that are followed and not answered
         self._drain_deadline_s: float | None = None
         self._next_beat_s = 0.0
         self._next_hello_s = 0.0
@@ -144,16 +148,18 @@ class Worker:
             logger.critical("the worker has failed", exc_info=error)
             self.status = EXIT_BUG
 
-    def on_outcome(self, outcome: Result | BatchFailed) -> None:
-        """A batch has ended."""
+    def on_outcome(self, outcome: StepTimes | Result | BatchFailed, now_s: float) -> None:
+        """A batch has ended; of one that is followed its times come right before."""
         if outcome.epoch != self._epoch:
             self._metrics.stale_messages.inc()  # nobody waits for it: its scheduler is gone
+        elif isinstance(outcome, StepTimes):
+            self._on_times(outcome, now_s)
         else:
             self._unsent.append(outcome)
 
     def on_message(self, message: Message, now_s: float) -> None:
         if isinstance(message, Batch):
-            self._on_batch(message)
+            self._on_batch(message, now_s)
         elif isinstance(message, Ping):
             self._on_ping(message, now_s)
         elif isinstance(message, Refuse):
@@ -173,7 +179,7 @@ class Worker:
             logger.info("stopping: %d batches in hand", len(self._held))
             self._drain_deadline_s = now_s + self._drain_timeout_s
 
-    def _on_batch(self, batch: Batch) -> None:
+    def _on_batch(self, batch: Batch, now_s: float) -> None:
         if batch.epoch != self._epoch:
             self._metrics.stale_messages.inc()
         elif self._drain_deadline_s is not None:
@@ -185,7 +191,16 @@ class Worker:
             self._unsent.append(BatchFailed(batch.epoch, batch.batch_id, f"this worker holds {_MAX_HELD} batches"))
         else:
             self._held.add(batch.batch_id)
+            if len(batch.times_ns):
+                known = {held: time_ns for held, time_ns in self._received_ns.items() if held in self._held}
+                self._received_ns = {**known, batch.batch_id: int(now_s * 1e9)}
             self._device.submit(batch)
+
+    def _on_times(self, times: StepTimes, now_s: float) -> None:
+        received_ns = self._received_ns.pop(times.batch_id, None)
+        if received_ns is not None:
+            times_ns = np.array([received_ns, *times.times_ns[1:-1].tolist(), int(now_s * 1e9)])
+            self._unsent.append(StepTimes(times.epoch, times.batch_id, times_ns))
 
     def _on_ping(self, ping: Ping, now_s: float) -> None:
         self._next_hello_s = now_s + _SILENCE_S
@@ -219,7 +234,9 @@ class Worker:
         if now_s >= self._next_hello_s:
             self._introduce(self._link, self._facts, now_s)
         while self._unsent and self._link.send(self._unsent[0]):
-            self._held.discard(self._unsent.popleft().batch_id)
+            sent = self._unsent.popleft()
+            if not isinstance(sent, StepTimes):  # which comes before a Result, and gives nothing back
+                self._held.discard(sent.batch_id)
         if now_s >= self._next_beat_s:
             self._beat(self._link, now_s)
         if self._drain_deadline_s is not None and self.status is None:

@@ -29,15 +29,29 @@ class Rows:
     pieces: tuple[int, ...] = ()  # tokens of each that it ran in, where there was no memory for the batch at once
 
 
+@dataclass(slots=True)
+class Progress:
+    """When a step that is followed got how far, on time.monotonic_ns()'s clock; 0 where nobody knows."""
+
+    staged_ns: int = 0  # its inputs are where the device reads them
+    computed_ns: int = 0  # its rows are computed
+
+
 class LazyTensor:
     """Rows on their way from the device. To be read by one thread."""
 
-    def __init__(self, read: Callable[[], Rows], is_ready: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Rows],
+        is_ready: Callable[[], bool] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         """`read` waits for the rows and gives them, and is called once; `is_ready` says whether it would not have to
-        wait long (None: it never has to)."""
+        wait long (None: it never has to); `progress`, of a step that is followed, is complete when the rows are."""
         self._read: Callable[[], Rows] | None = read
         self._is_ready = is_ready
         self._rows: Rows | None = None
+        self.progress = progress
 
     def ready(self) -> bool:
         """Whether the step has ended."""

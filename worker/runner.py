@@ -5,6 +5,7 @@ Both runners have the same methods, so the engine does not ask where it is.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from worker.attention.reference import ReferenceAttention
 from worker.attention.select import select
 from worker.driver import Driver
 from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place, rung
-from worker.lazy import LazyTensor, Rows
+from worker.lazy import LazyTensor, Progress, Rows
 from worker.output import Output
 from worker.pooling import FLAG_BYTES
 from worker.ragged import Capacity, HostArrays, RaggedBatch, load_sorted
@@ -91,10 +92,14 @@ class HostRunner:
 
     def run(self, batch: Batch) -> LazyTensor:
         ragged, restore = load_sorted(batch, self._attention, types=self._model.has_token_types)
+        progress = Progress(staged_ns=time.monotonic_ns()) if len(batch.times_ns) else None
         output = _launch(self._model, self._output, ragged).index_select(0, restore)
+        if progress is not None:
+            progress.computed_ns = time.monotonic_ns()
         stop = FLAG_BYTES + row_width(batch, self._output.dimensions)
         rows = Rows(output[:, FLAG_BYTES:stop].contiguous().numpy(), output[:, 0].numpy())
-        return _compressed(LazyTensor(lambda: rows), batch) if self._output.is_sparse else LazyTensor(lambda: rows)
+        lazy = LazyTensor(lambda: rows, progress=progress)
+        return _compressed(lazy, batch) if self._output.is_sparse else lazy
 
     def run_ready(self, batch: Batch) -> LazyTensor:
         return self.run(batch)
@@ -265,6 +270,7 @@ class DeviceRunner:
             torch.cuda.set_stream(self._stream)
             self.graphs.capture(plan.key)  # before the inputs are there: it may run on others first
         slot, offsets = self._staging.load(batch, plan.places)
+        progress = Progress(staged_ns=time.monotonic_ns()) if len(batch.times_ns) else None
         try:
             if plan.attention.prepares:
                 torch.cuda.set_stream(self._stream)
@@ -275,7 +281,9 @@ class DeviceRunner:
             elif not (replayed := self.graphs.replay(plan.key)):
                 torch.cuda.set_stream(self._stream)
                 replayed = self.graphs.run(plan.key)
-            lazy = self._staging.collect(slot, batch.num_rows, lambda: self._count(batch, plan, replayed=replayed))
+            lazy = self._staging.collect(
+                slot, batch.num_rows, lambda: self._count(batch, plan, replayed=replayed), progress
+            )
         except BaseException:
             self._staging.give_back(slot)
             raise
@@ -400,7 +408,7 @@ def _compressed(lazy: LazyTensor, batch: Batch) -> LazyTensor:
         return lazy
     dimensions = batch.dimensions.repeat(batch.span_counts) if len(batch.spans) else batch.dimensions
     # Never ready, even where the step has ended: it is not for the thread that launches to compress.
-    return LazyTensor(lambda: compress(lazy.numpy(), dimensions), lambda: False)
+    return LazyTensor(lambda: compress(lazy.numpy(), dimensions), lambda: False, lazy.progress)
 
 
 def _key(backend: Attention, capacity: Capacity, longest: int) -> Key:

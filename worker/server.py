@@ -139,7 +139,7 @@ class Server:
         elif isinstance(outcome, Broken):
             self._core.on_broken(outcome.error)
         else:
-            self._core.on_outcome(outcome)
+            self._core.on_outcome(outcome, time.monotonic())
 
     def _messages(self) -> list[Message]:
         """What has arrived on the socket by now."""

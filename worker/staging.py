@@ -17,6 +17,7 @@ whoever waits for the rows that launches it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from worker.lazy import LazyTensor, Rows
+from worker.lazy import LazyTensor, Progress, Rows
 from worker.pooling import FLAG_BYTES
 from worker.ragged import HEAD_WORDS, NEXT_SLOT, OUTPUT_ADDRESS, OUTPUT_WORDS, Capacity, HostArrays
 
@@ -135,7 +136,9 @@ class Staging:
         assert output.shape[1] == self._row_bytes
         self._kernels.publish(output, self.block, self._counter)
 
-    def collect(self, slot: _Slot, num_rows: int, width: Callable[[], int]) -> LazyTensor:
+    def collect(
+        self, slot: _Slot, num_rows: int, width: Callable[[], int], progress: Progress | None = None
+    ) -> LazyTensor:
         """What the step that has been launched gives whoever reads it: `width()` bytes of each of its rows.
 
         It is who reads the rows that asks how wide they are, since nothing has to wait for that.
@@ -148,6 +151,9 @@ class Staging:
                 torch.cuda.set_device(self._device)  # a thread of its own starts out at device 0
                 # Whole rows, and cut on the host: torch would make room on the device to cut them there.
                 size = num_rows * self._row_bytes
+                if progress is not None:
+                    slot.launched.synchronize()  # else the copy alone is waited for, and nobody knows when it began
+                    progress.computed_ns = time.monotonic_ns()
                 with torch.cuda.stream(self._copy_stream):
                     slot.launched.wait()
                     slot.pinned_output[:size].copy_(slot.device_output[:size], non_blocking=True)
@@ -158,7 +164,7 @@ class Staging:
             finally:
                 slot.free.release()
 
-        return LazyTensor(read, slot.launched.query)
+        return LazyTensor(read, slot.launched.query, progress)
 
     def give_back(self, slot: _Slot) -> None:
         """Of the step that was loaded last, which nobody will read, wherever it has ended: its turn is the next one's.

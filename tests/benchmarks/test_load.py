@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.load import Goal, Load, LoadError, Tally, Target, check_answer, percentile, summarize
+from benchmarks.load import Connection, Goal, Load, LoadError, Tally, Target, check_answer, percentile, summarize
 
 QUERY = Load("query", 1, "query")
 PAIR = Load("pair", 1, "document", texts_per_request=2, encoding="float")
@@ -102,8 +102,6 @@ def test_a_request_has_the_length_of_its_body() -> None:
 
 
 async def test_an_answer_may_arrive_in_pieces() -> None:
-    from benchmarks.load import _Connection
-
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"!")
         for piece in (b"HTTP/1.1 429 Too", b" Many\r\nContent-Length: 6\r\n", b"\r\nabc", b"def"):
@@ -114,7 +112,7 @@ async def test_an_answer_may_arrive_in_pieces() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    _, connection = await asyncio.get_running_loop().create_connection(_Connection, host, port)
+    _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port)
 
     status = await connection.ask(b"hello!")
 

@@ -40,6 +40,8 @@ from common.protocol import (
     Reply,
     Request,
     Result,
+    StepTimes,
+    Trace,
     Welcome,
     decode,
     encode,
@@ -66,6 +68,8 @@ TYPES_AND_SPANS = {
     "span_counts": int32(2, 1),
     "spans": int32(0, 2, 2, 3, 1, 4).reshape(3, 2),
 }
+STEP_TIMES = np.arange(100, 108)
+PIECE_TIMES = np.arange(100, 112)
 REQUEST = Request(1, "f1", 2**62, "online", 5, True, 384, False, "int8", np.arange(7, dtype=np.int32), int32(3, 4))
 BATCH = Batch(9, 4, np.arange(7, dtype=np.int32), int32(3, 4), int32(384, 64), uint8(1, 0), uint8(0, 2))
 
@@ -75,6 +79,7 @@ MESSAGES: list[Message] = [
     dataclasses.replace(REQUEST, type_starts=TYPES_AND_SPANS["type_starts"]),
     dataclasses.replace(REQUEST, span_counts=TYPES_AND_SPANS["span_counts"], spans=TYPES_AND_SPANS["spans"]),
     dataclasses.replace(REQUEST, encoding="sparse", **TYPES_AND_SPANS),
+    dataclasses.replace(REQUEST, times_ns=PIECE_TIMES[:1]),
     Cancel(3),
     Hello(PROTOCOL_VERSION, "worker-0", 12, FACTS),
     Hello(
@@ -115,6 +120,9 @@ MESSAGES: list[Message] = [
     dataclasses.replace(BATCH, type_starts=TYPES_AND_SPANS["type_starts"]),
     dataclasses.replace(BATCH, span_counts=TYPES_AND_SPANS["span_counts"], spans=TYPES_AND_SPANS["spans"]),
     dataclasses.replace(BATCH, encodings=uint8(SPARSE, SPARSE), **TYPES_AND_SPANS),
+    dataclasses.replace(BATCH, times_ns=PIECE_TIMES[2:3]),
+    StepTimes(9, 4, STEP_TIMES),
+    Trace(1, 4, "worker-0", 2, 7, PIECE_TIMES),
     Reply(1, 0, 10, 20, np.ones((1, 3), dtype=np.uint8)),
     Replies.of([Reply(1, 0, 10, 20, np.ones((1, 3), np.uint8)), Reply(2, 4, 11, 20, np.zeros((1, 3), np.uint8))]),
     Failure(1, "overloaded", "full", None, 2500),
@@ -147,10 +155,24 @@ def test_every_message_class_is_tried_here() -> None:
 @pytest.mark.parametrize(("message", "num_frames"), [(REQUEST, 3), (BATCH, 6)], ids=["Request", "Batch"])
 def test_what_a_plain_text_does_not_need_does_not_travel(message: Request | Batch, num_frames: int) -> None:
     assert len(encode(message)) == num_frames
-    assert len(encode(dataclasses.replace(message, **TYPES_AND_SPANS))) == num_frames + 3
+    assert len(encode(dataclasses.replace(message, **TYPES_AND_SPANS))) == num_frames + 4
     back = decode([bytes(frame) for frame in encode(message)])
     assert isinstance(back, Request | Batch)
     assert (back.type_starts.shape, back.span_counts.shape, back.spans.shape) == ((0,), (0,), (0, 2))
+
+
+@pytest.mark.parametrize(
+    "times_ns",
+    [STEP_TIMES[:-1], np.append(STEP_TIMES, 200), STEP_TIMES[::-1].copy(), STEP_TIMES - 101],
+    ids=["one too few", "one too many", "backwards", "before the clock"],
+)
+def test_times_are_of_every_moment_and_in_their_order(times_ns: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="needs 8 times in the order"):
+        StepTimes(9, 4, times_ns)
+    with pytest.raises(ValueError, match="needs 12 times in the order"):
+        Trace(1, 4, "worker-0", 2, 7, times_ns)
+    with pytest.raises(ValueError, match="needs 1 times in the order"):
+        dataclasses.replace(REQUEST, times_ns=times_ns)
 
 
 def test_a_batch_has_a_row_a_sequence_or_a_row_a_span() -> None:

@@ -32,6 +32,8 @@ from common.protocol import (
     Reply,
     Request,
     Result,
+    StepTimes,
+    Trace,
     Welcome,
     decode,
     encode,
@@ -512,6 +514,69 @@ def test_what_does_not_answer_a_batch_of_its_sender_is_counted_and_changes_nothi
     assert metrics.stale_messages._value.get() == counted + 1
     assert [rig.take(kind) for kind in (Reply, Replies, Failure, Batch)] == [[], [], [], []]
     assert rig.killed == []
+
+
+# --- requests that are followed ---
+
+
+def follow(request: Request, sent_ns: int) -> Request:
+    return dataclasses.replace(request, times_ns=np.array([sent_ns]))
+
+
+def step_times(batch: Batch, first_ns: int) -> StepTimes:
+    return StepTimes(EPOCH, batch.batch_id, np.arange(first_ns, first_ns + 8))
+
+
+def test_a_request_that_is_followed_hears_when_what_happened_before_it_hears_its_rows(rig: Rig) -> None:
+    sent_ns = rig.now_ns - 5
+    rig.gateway(follow(make_request(1, [1, 2]), sent_ns))
+    arrived_ns = rig.now_ns
+    (batch,) = rig.take(Batch)
+    rig.now_ns += 1000
+    rig.worker(step_times(batch, arrived_ns + 10))
+    rig.finish(batch)
+
+    (trace,) = rig.take(Trace)
+    assert (trace.request_id, trace.batch_id, trace.worker) == (1, batch.batch_id, "w0")
+    assert (trace.num_sequences, trace.num_tokens) == (1, 2)
+    step = range(arrived_ns + 10, arrived_ns + 18)
+    assert trace.times_ns.tolist() == [sent_ns, arrived_ns, arrived_ns, *step, arrived_ns + 1000]
+    assert batch.times_ns.tolist() == [arrived_ns]
+    assert [reply.request_id for reply in rig.take(Reply)] == [1]
+
+
+def test_of_a_batch_only_those_hear_of_it_that_are_followed(rig: Rig) -> None:
+    rig.request(1, [1])
+    rig.request(2, [2])  # both slots are taken
+    first, second = rig.take(Batch)
+    rig.request(3, [3])
+    rig.gateway(follow(make_request(4, [4]), rig.now_ns))
+    rig.finish(first)
+    rig.finish(second)
+    (batch,) = rig.take(Batch)
+    rig.now_ns += 1000
+    rig.worker(step_times(batch, rig.now_ns - 500))
+    rig.finish(batch)
+
+    assert (len(first.times_ns), len(second.times_ns), len(batch.times_ns)) == (0, 0, 1)
+    assert [(trace.request_id, trace.num_sequences) for trace in rig.take(Trace)] == [(4, 2)]
+    assert [reply.request_id for reply in rig.take(Reply)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"epoch": EPOCH + 1}, {"batch_id": 99}, {"times_ns": np.arange(8)}],
+    ids=["of another epoch", "of another batch", "of another clock"],
+)
+def test_times_that_cannot_be_a_batchs_are_told_nobody_and_its_rows_arrive(rig: Rig, change: dict[str, object]) -> None:
+    rig.gateway(follow(make_request(1, [1]), rig.now_ns))
+    (batch,) = rig.take(Batch)
+    rig.now_ns += 1000
+    rig.worker(dataclasses.replace(step_times(batch, rig.now_ns - 500), **change))
+    rig.finish(batch)
+
+    assert rig.take(Trace) == []
+    assert [reply.request_id for reply in rig.take(Reply)] == [1]
 
 
 # --- rows that are not one a sequence ---

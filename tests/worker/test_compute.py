@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,14 +16,14 @@ import pytest
 
 from common.config import WorkerConfig
 from common.metrics import Metrics
-from common.protocol import Batch, BatchFailed, ModelFacts, Result
+from common.protocol import Batch, BatchFailed, ModelFacts, Result, StepTimes
 from tests.fakes import FACTS, RunningScheduler
 from tests.models import make_batch
 from tests.scheduler.test_core import make_request
 from tests.scheduler.test_server import Gateway
-from worker.compute import Broken, Compute, Outcome, Ready
+from worker.compute import Broken, Compute, Outcome, Ready, _Step, _times_of
 from worker.core import EXIT_DEVICE_LOST, EXIT_STUCK
-from worker.lazy import DeviceLost, Rows
+from worker.lazy import DeviceLost, Progress, Rows
 from worker.server import Server
 
 
@@ -31,6 +33,7 @@ class FakeRows:
     def __init__(self, rows: Rows, failure: Exception | None) -> None:
         self._rows = rows
         self._failure = failure
+        self.progress: Progress | None = None
         self.arrived = threading.Event()
         self.waited_for = threading.Event()
 
@@ -243,6 +246,48 @@ def test_batches_that_have_not_begun_can_be_dropped(metrics: Metrics) -> None:
     assert isinstance(result, Result)
     assert result.batch_id == 2
     assert len(engine.steps) == 1
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["progress", "no progress"])
+def test_of_a_batch_that_is_followed_the_times_come_before_the_result(device: Harness, known: bool) -> None:
+    batch = dataclasses.replace(make_batch([[5]]), times_ns=np.array([time.monotonic_ns()]))
+    device.compute.submit(batch)
+    assert device.engine.launched.acquire(timeout=10)
+    (step,) = device.engine.steps
+    assert step.waited_for.wait(10)
+    if known:
+        step.progress = Progress(computed_ns=time.monotonic_ns())
+    step.arrived.set()
+
+    outcomes: list[Outcome] = []
+    while len(outcomes) < 2:
+        assert select.select([device.compute.wakeup_fd], [], [], 10)[0]
+        outcomes += device.compute.take_outcomes()
+
+    times, result = outcomes
+    assert isinstance(times, StepTimes)
+    assert isinstance(result, Result)
+    received, taken, staged, launched, began, computed, copied, answered = times.times_ns.tolist()
+    assert batch.times_ns[0] <= received == taken == staged <= launched == began <= computed <= copied == answered
+    assert (computed < copied) == known
+
+
+def test_a_step_that_has_run_before_its_launch_returns_was_launched_when_it_was_staged() -> None:
+    batch = dataclasses.replace(make_batch([[5]]), times_ns=np.array([1]))
+    step = _Step(batch, launched_ns=10, returned_ns=40)
+
+    times = _times_of(step, Progress(staged_ns=15, computed_ns=30), began_ns=10, copied_ns=50)
+
+    assert times.times_ns.tolist() == [10, 10, 15, 15, 15, 30, 50, 50]
+
+
+def test_a_step_that_was_launched_behind_another_began_when_that_one_ended() -> None:
+    batch = dataclasses.replace(make_batch([[5]]), times_ns=np.array([1]))
+    step = _Step(batch, launched_ns=10, returned_ns=20)
+
+    times = _times_of(step, Progress(staged_ns=15, computed_ns=90), began_ns=60, copied_ns=95)
+
+    assert times.times_ns.tolist() == [10, 10, 15, 20, 60, 90, 95, 95]
 
 
 def test_when_the_oldest_step_began_is_known_while_one_runs(device: Harness) -> None:

@@ -1,0 +1,106 @@
+"""What happened when to a request whose client asks for that with `X-Trace: 1` (`benchmarks/profile_latency.py` does).
+
+Moments are read of one clock by every process on the way (`common/protocol.py` has those beyond this one), and the time
+between two of them is a stage, so that stages neither overlap nor leave anything out. The answer says how long each
+took in `Server-Timing`, and in `X-Trace`, as JSON, when: nanoseconds of CLOCK_MONOTONIC, counted from `start_ns` on.
+
+A request that is cut into pieces has several ways through the scheduler and a worker; its stages are those of the piece
+that came back last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import orjson
+
+from common.protocol import PIECE_MOMENTS, Trace
+from common.transport import now_ns
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_BEFORE = ("accepted", "read", "parsed", "tokenized")
+_AFTER = ("heard", "resumed", "rendered")
+MOMENTS = (*_BEFORE, *PIECE_MOMENTS, *_AFTER)
+
+# What lies between a moment and the next one.
+STAGES = (
+    "body",  # key and limits, reading the body
+    "parse",
+    "tokenize",
+    "send",  # into the ledger; of a long request, until there was room at the scheduler
+    "to_scheduler",  # encoded, sent, the scheduler woken, decoded
+    "queue",
+    "to_worker",  # packed, encoded, sent, the worker woken, decoded
+    "batch_wait",  # in the worker's hand, until the batch before is launched
+    "stage",
+    "launch",
+    "device_wait",  # behind the step before
+    "device",
+    "copy_back",
+    "answer",  # from the thread that had the rows to the socket's
+    "from_worker",  # encoded, sent, the scheduler woken, decoded
+    "relay",  # rows parted and sent, the gateway woken
+    "resume",  # rows taken in, the request's task woken
+    "render",
+)
+assert len(STAGES) == len(MOMENTS) - 1
+
+# An answer's header has room for so many.
+_MAX_PIECES = 16
+
+
+class RequestTrace:
+    """The moments of one request, as they come."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[Trace, int]] = deque(maxlen=_MAX_PIECES)  # each with when it was heard of
+
+    def sent(self) -> npt.NDArray[np.int64]:
+        """What a Request says that is sent now: int64 [1]."""
+        return np.array([now_ns()])
+
+    def add(self, trace: Trace, heard_ns: int) -> None:
+        self._pieces.append((trace, heard_ns))
+
+    def headers(self, before_ns: tuple[int, int, int, int], after_ns: tuple[int, int], timing: str) -> dict[str, str]:
+        """What the answer's header says; nothing where no model has run.
+
+        Args:
+            before_ns: when it was accepted, read, parsed and tokenized.
+            after_ns: when rendering began and ended.
+            timing: what `Server-Timing` says of any request.
+        """
+        if not self._pieces or not all((*before_ns, *after_ns)):
+            return {}
+        start_ns = before_ns[0]
+        last, heard_ns = self._pieces[-1]
+        times_ns = [*before_ns, *last.times_ns.tolist(), heard_ns, *after_ns]
+        stages = [
+            f"{name};dur={(end_ns - begin_ns) / 1e6:.3f}"
+            for name, (begin_ns, end_ns) in zip(STAGES, pairwise(times_ns), strict=True)
+            if f"{name};" not in timing
+        ]
+        pieces = [
+            {
+                "batch": trace.batch_id,
+                "worker": trace.worker,
+                "sequences": trace.num_sequences,
+                "tokens": trace.num_tokens,
+                "times_ns": [time_ns - start_ns for time_ns in (*trace.times_ns.tolist(), heard)],
+            }
+            for trace, heard in self._pieces
+        ]
+        trace = {
+            "pid": os.getpid(),
+            "start_ns": start_ns,
+            "before_ns": [time_ns - start_ns for time_ns in before_ns],
+            "after_ns": [time_ns - start_ns for time_ns in after_ns],
+            "pieces": pieces,
+        }
+        return {"Server-Timing": ", ".join((timing, *stages)), "X-Trace": orjson.dumps(trace).decode()}
