@@ -481,7 +481,7 @@ class Runner:
             target = load.Target.find(url, None, corpus)
             before = _read(pid, counts)
             args = argparse.Namespace(processes=1, warm_up=0.5, seconds=seconds)
-            report = load.run_load(load.Load("queries", NUM_CLIENTS, "query"), target, corpus, TOKENS, args)
+            report = load.run_load(load.Load("queries", NUM_CLIENTS, "query"), target, corpus, {"query": TOKENS}, args)
             assert not report.errors, report.errors
             return _cost(before, _read(pid, counts))
 

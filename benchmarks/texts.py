@@ -3,6 +3,9 @@
 So nothing that is sent can be answered from a cache, neither of whole texts nor of their beginnings. A text is a run of
 words of a long text that begins where no other does; cutting it out costs about a microsecond, so texts are made while
 the clock runs.
+
+`Lines` are a file's own texts instead, one after the other and from the beginning again: they have the lengths that
+they have, and show what a cache does.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import math
 import random
 from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LONGEST_TEXT = 8_192  # words
@@ -39,17 +43,48 @@ class Corpus:
 
     @classmethod
     def read(cls, path: Path | None) -> Corpus:
-        """All running text of a .csv or .jsonl file; invented words where there is none."""
+        """All running text of a .txt, .csv or .jsonl file; invented words where there is none."""
         if path is None:
             return cls(invent_text(_INVENTED_WORDS, seed=0))
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.reader(file) if path.suffix == ".csv" else (json.loads(line).values() for line in file)
-            return cls(" ".join(cell for row in rows for cell in row if isinstance(cell, str) and " " in cell))
+        return cls(" ".join(cell for row in _rows(path) for cell in row if " " in cell))
 
     def text(self, index: int, num_words: int) -> bytes:
         """The first of `num_texts` indices in a row that begins where it does."""
         first = index * self._step % self.num_texts
         return self._bytes[self._starts[first] : self._starts[first + num_words] - 1]
+
+
+class Lines:
+    """A file's own texts, escaped for JSON, in its order: lines, or the longest text of each row of a table."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        """Raises ValueError: there are none."""
+        self._texts = [json.dumps(" ".join(text.split()))[1:-1].encode() for text in texts if text.strip()]
+        if not self._texts:
+            raise ValueError("no texts")
+        self.num_texts = len(self._texts)
+        self.next_index = 0
+
+    @classmethod
+    def read(cls, path: Path) -> Lines:
+        return cls(max(row, key=len, default="") for row in _rows(path))
+
+    def text(self, index: int, num_words: int) -> bytes:  # theirs have the lengths that they have
+        return self._texts[index % self.num_texts]
+
+
+def _rows(path: Path) -> Iterator[list[str]]:
+    """The texts of each line of a .csv, .jsonl, or else plain text file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        if path.suffix == ".csv":
+            yield from csv.reader(file)
+        elif path.suffix == ".jsonl":
+            for line in file:
+                value = json.loads(line)
+                cells = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+                yield [cell for cell in cells if isinstance(cell, str)]
+        else:
+            yield from ([line] for line in file)
 
 
 def invent_text(num_words: int, seed: int) -> str:

@@ -869,7 +869,9 @@ class World:
         encoding = rng.choice(list(ENCODINGS))
         spans = [self._draw_spans(len(sequence)) for sequence in sequences] if rng.random() < 0.3 else None
         type_starts = [rng.randint(0, len(sequence)) for sequence in sequences] if rng.random() < 0.2 else None
-        options = Options(FACTS.fingerprint, DIMENSIONS, True, encoding, rng.choice(LANES), deadline_ns)
+        options = Options(
+            FACTS.fingerprint, DIMENSIONS, True, encoding, rng.choice(LANES), deadline_ns, len(self.sent) % 3
+        )
         entry = OpenRequest.of(sequences, options, type_starts=type_starts, spans=spans)
         number = len(self.sent)
         sent = Sent(number, entry, sequences, spans, type_starts, gives_up_ns, cancels, is_far)
@@ -939,13 +941,15 @@ class World:
     def _check_order(self, core: Scheduler, parts: list[Part]) -> None:
         for part in parts:
             key = (part.pending.arrival, part.start)
-            for arrival, start, other in core._queue._lanes[part.pending.request.lane].heap:
+            request = part.pending.request
+            line = core._queue._lanes[request.lane].lines.get(request.tenant)
+            for arrival, start, other in () if line is None else line.heap:
                 if (arrival, start) < key and not other.losses and not other.pending.settled:
-                    raise Violation(f"arrival {arrival} is overtaken by {part.pending.arrival} in its lane")
+                    raise Violation(f"arrival {arrival} is overtaken by {part.pending.arrival} of its tenant")
 
     def check_scheduler(self, core: Scheduler) -> None:
         """At the end of a turn."""
-        waiting = [part for lane in core._queue._lanes.values() for _, _, part in lane.heap]
+        waiting = [part for lane in core._queue._lanes.values() for part in lane.parts()]
         places: dict[int, list[tuple[int, int]]] = {}  # by pending, of what waits and runs
         for worker in core._fleet.all():
             if not 0 <= len(worker.in_flight) <= 2:

@@ -143,7 +143,7 @@ def profile(suite: Suite, **options: object) -> Measured:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clients": 4, "requests": 24}, {"texts_per_request": 100, "requests": 2, "sample": 1.0}],
+    [{}, {"clients": 4, "requests": 24}, {"texts_per_request": 40, "requests": 2, "sample": 1.0}],
     ids=["one at a time", "batches of several", "in pieces"],
 )
 def test_the_stages_of_real_requests_are_ordered_and_add_up_to_what_the_client_sees(
@@ -166,10 +166,10 @@ def test_the_stages_of_real_requests_are_ordered_and_add_up_to_what_the_client_s
 
 @pytest.mark.slow
 def test_a_long_request_shows_the_batches_that_it_ran_in(suite: Suite) -> None:
-    (one,) = profile(suite, texts_per_request=100, requests=1, warm_up=0, sample=1.0).followed
+    (one,) = profile(suite, texts_per_request=40, requests=1, warm_up=0, sample=1.0).followed
 
     assert len({piece.batch for piece in one.pieces}) > 1
-    assert sum(piece.num_sequences for piece in one.pieces) == 100
+    assert sum(piece.num_sequences for piece in one.pieces) == 40
 
 
 @pytest.mark.slow

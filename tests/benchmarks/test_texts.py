@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.texts import LONGEST_TEXT, Corpus, invent_text
+from benchmarks.texts import LONGEST_TEXT, Corpus, Lines, invent_text
 
 WORDS = [f'w{index}"é' for index in range(LONGEST_TEXT + 500)]
 
@@ -47,3 +47,30 @@ def test_too_little_text_is_refused() -> None:
 def test_invented_text_is_the_same_for_the_same_seed() -> None:
     assert invent_text(100, seed=3) == invent_text(100, seed=3)
     assert len(invent_text(100, seed=3).split()) == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("queries.txt", 'how do "I"?\n\n  two\twords \n'),
+        ("queries.jsonl", '{"_id": "1", "text": "how do \\"I\\"?", "n": 7}\n["", "two words"]\n'),
+        ("queries.csv", 'id,"how do ""I""?"\n2,two words\n'),
+    ],
+)
+def test_lines_are_a_files_own_texts_in_its_order_and_again(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+
+    lines = Lines.read(path)
+
+    assert lines.num_texts == 2
+    assert [json.loads(b'"%b"' % lines.text(index, 1)) for index in (0, 1, 2)] == [
+        'how do "I"?',
+        "two words",
+        'how do "I"?',
+    ]
+
+
+def test_a_file_without_texts_is_refused() -> None:
+    with pytest.raises(ValueError, match="no texts"):
+        Lines([" ", ""])
