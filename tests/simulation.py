@@ -214,9 +214,7 @@ class SchedulerProcess(Process):
         exited, self.exited[side] = self.exited[side], []
         gone, self.gone[side] = self.gone[side], []
         introductions = []
-        inbox = self.inboxes[side]
-        while inbox:
-            peer, message = inbox.popleft()
+        for peer, message in self._take_inbox(side):
             if isinstance(message, Hello | Join):
                 introductions.append((peer, message))
             else:
@@ -232,6 +230,27 @@ class SchedulerProcess(Process):
             if process is not None and process.alive:
                 self.pidfds.setdefault(peer, process)
             self._perform(on_message(peer, message, now_ns))
+
+    def _take_inbox(self, side: str) -> list[tuple[bytes, Message]]:
+        """What has arrived: in order of each peer, and of these in any."""
+        inbox, self.inboxes[side] = self.inboxes[side], deque()
+        turns = [peer for peer, _ in inbox]
+        self.world.rng.shuffle(turns)
+        by_peer: dict[bytes, deque[Message]] = {}
+        for peer, message in inbox:
+            by_peer.setdefault(peer, deque()).append(message)
+        return [(peer, by_peer[peer].popleft()) for peer in turns]
+
+    def go_on(self) -> None:
+        """Connections that were waited for may be there at once, before its first turn."""
+        super().go_on()
+        rng = self.world.rng
+        self.due_ns = None
+        self.wake(rng.randrange(5 * MS))
+        for process in (*self.world.gateways.values(), *self.world.workers.values()):
+            dealer = process.dealer
+            if process.alive and dealer is not None and dealer.connection is None and rng.random() < 0.5:
+                self.world.after(rng.randrange(5 * MS), functools.partial(dealer.connect, dealer.peer))
 
     def _perform(self, actions: list[Action]) -> None:
         self.world.check_dispatches(self.core, actions)
@@ -496,23 +515,24 @@ class Dealer:
         """This end learns that its connection is gone, and tries again under its old name."""
         if self.connection is connection:
             self.connection = None
-            self.world.after(self.world.rng.randrange(25 * MS, 250 * MS), functools.partial(self._connect, self.peer))
+            self.world.after(self.world.rng.randrange(25 * MS, 250 * MS), functools.partial(self.connect, self.peer))
 
     def _begin(self) -> None:
         self.peer = f"{self._role}{next(self.world.numbers)}".encode()
-        self.world.after(self.world.rng.randrange(2 * MS), functools.partial(self._connect, self.peer))
+        self.world.after(self.world.rng.randrange(2 * MS), functools.partial(self.connect, self.peer))
 
     def _leave(self, *, linger: bool) -> None:
         if self.connection is not None:
             self.connection.leave(linger=linger)
             self.connection = None
 
-    def _connect(self, peer: bytes) -> None:
+    def connect(self, peer: bytes) -> None:
+        """Try to, under this name if it is still the one."""
         if self._closed or peer != self.peer or self.connection is not None:
             return
         scheduler = self.world.scheduler
         if scheduler is None or scheduler.stopped or self.process.stopped:
-            self.world.after(self.world.rng.randrange(25 * MS, 250 * MS), functools.partial(self._connect, peer))
+            self.world.after(self.world.rng.randrange(25 * MS, 250 * MS), functools.partial(self.connect, peer))
             return
         self.connection = Connection(self.world, self, scheduler)
         self.process.wake()

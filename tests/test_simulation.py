@@ -125,10 +125,10 @@ class CountsBeats(Scheduler):
     [
         (Cores(scheduler=ForgetsWhatWaited), 0, "are lost"),
         (Cores(scheduler=RunsWhatIsLate), 0, "is sent when it is too late"),
-        (Cores(scheduler=KeepsItsEpoch), 100, "is killed without a fault of its own"),
+        (Cores(scheduler=KeepsItsEpoch), 30, "is killed without a fault of its own"),
         (Cores(ledger=SendsNothingAgain), 0, "no rest"),
-        (Cores(ledger=SaysThatItWaitsForNothing), 300, "no rest"),
-        (Cores(scheduler=CountsBeats), 0, "is killed without a fault of its own"),
+        (Cores(ledger=SaysThatItWaitsForNothing), 1340, "no rest"),
+        (Cores(scheduler=CountsBeats), 130, "is killed without a fault of its own"),
     ],
 )
 async def test_a_planted_bug_is_found(cores: Cores, first: int, found: str, metrics: Metrics) -> None:
