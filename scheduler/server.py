@@ -161,6 +161,8 @@ class Server:
             side.forget(peer)
             self._perform(side.on_lost(peer, reason, now_ns()))
         for peer, message in introductions:
+            if peer in exited:
+                continue  # it had come back as somebody new, and died
             side.watch(peer, message.pid)
             self._perform(side.on_message(peer, message, now_ns()))
 

@@ -150,8 +150,8 @@ class Worker:
 
     def on_outcome(self, outcome: StepTimes | Result | BatchFailed, now_s: float) -> None:
         """A batch has ended; of one that is followed its times come right before."""
-        if outcome.epoch != self._epoch:
-            self._metrics.stale_messages.inc()  # nobody waits for it: its scheduler is gone
+        if outcome.epoch != self._epoch or outcome.batch_id not in self._held:
+            self._metrics.stale_messages.inc()  # nobody waits for it any more
         elif isinstance(outcome, StepTimes):
             self._on_times(outcome, now_s)
         else:
@@ -186,10 +186,11 @@ class Worker:
             pass  # not taken: our Goodbye tells the scheduler to run it elsewhere
         elif batch.batch_id in self._held:
             self._metrics.protocol_errors.labels("worker").inc()  # sent twice; its one answer will come
-        elif len(self._held) >= _MAX_HELD:
-            self._metrics.protocol_errors.labels("worker").inc()
-            self._unsent.append(BatchFailed(batch.epoch, batch.batch_id, f"this worker holds {_MAX_HELD} batches"))
         else:
+            if len(self._held) >= _MAX_HELD:
+                # A connection broke and came back, and the scheduler has taken this worker for a new one, which counts
+                # from nothing. What it had sent before runs elsewhere by now; its result will be of no use.
+                self._held.discard(min(self._held))
             self._held.add(batch.batch_id)
             if len(batch.times_ns):
                 known = {held: time_ns for held, time_ns in self._received_ns.items() if held in self._held}
