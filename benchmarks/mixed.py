@@ -15,7 +15,7 @@ tokens.
 
 The client is one process with aiohttp; its own part of a query's latency is some 0.3 ms, in all phases.
 
-Prints a table; the last line is one JSON object.
+Prints a table; the last line is one JSON object, of which `report.py` makes plots.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ import numpy as np
 from benchmarks.load import Target
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus
+
+_PERCENTS = (*range(0, 100, 5), 99, 99.9)
 
 PHASES = ("queries", "backfill", "both")
 
@@ -152,6 +154,7 @@ def main() -> int:
             "queries_per_s": len(phase.latencies_ms) / phase.seconds,
             "backfill_tokens_per_s": phase.backfill_tokens / phase.seconds,
             "errors": phase.errors,
+            "quantiles_ms": [(percent, phase.percentile(percent)) for percent in _PERCENTS if phase.latencies_ms],
         }
         rows[name] = row
         print(
@@ -164,7 +167,15 @@ def main() -> int:
     times = both.percentile(99) / phases["queries"].percentile(99)
     print(f"\nbeside queries, backfill keeps {kept:.1%} of what it does alone (queries are worth {share:.1%} of that);")
     print(f"beside backfill, the p99 of queries is {times:.2f} times what it is alone")
-    write_result({"benchmark": "mixed", "lane": args.lane, "rate": args.rate, "phases": rows}, args.output)
+    result = {
+        "benchmark": "mixed",
+        "model": target.model,
+        "url": args.url,
+        "lane": args.lane,
+        "rate": args.rate,
+        "phases": rows,
+    }
+    write_result(result, args.output)
     return 0
 
 

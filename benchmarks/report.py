@@ -3,7 +3,7 @@
     python benchmarks/report.py RESULT.json [RESULT.json ...] REPORT.html
 
 The results are those that `load.py --output` has written, of which the loads are put together, and those of
-`profile_latency.py --output`, whose stages are shown as they are.
+`profile_latency.py --output` and `mixed.py --output`, which are shown as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
-    """The page of some results of `load.py` and `profile_latency.py`."""
+    """The page of some results of `load.py`, `profile_latency.py` and `mixed.py`."""
     loads = [row for result in results for row in result.get("loads", [])]
     profiles = [result for result in results if result.get("benchmark") == "profile_latency"]
     first = results[0]
@@ -55,6 +55,7 @@ def render(results: Sequence[dict[str, Any]]) -> str:
         for row in loads:
             parts += [f"<h2>{_text(row['name'])}</h2>", _histogram(row), _throughput(row)]
     parts += [_profile(profile) for profile in profiles]
+    parts += [_mixed(result) for result in results if result.get("benchmark") == "mixed"]
     parts += [f"<pre>{_text(result['command'])}</pre>" for result in results]
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -112,6 +113,22 @@ def _profile(profile: dict[str, Any]) -> str:
     )
 
 
+def _mixed(result: dict[str, Any]) -> str:
+    """Queries and backfill, each alone and both at once."""
+    phases = result["phases"]
+    title = f"{result['rate']:g} queries a second, and a backfill in the lane {result['lane']}"
+    curves = {name: [(percent, ms) for percent, ms in row["quantiles_ms"]] for name, row in phases.items()}
+    alone = phases["backfill"]["backfill_tokens_per_s"] or 1
+    kept = {name: {"backfill": phases[name]["backfill_tokens_per_s"] / alone * 100} for name in ("backfill", "both")}
+    return (
+        f"<h2>{_text(title)}</h2>"
+        + _plot(
+            "Latency of queries: so many percent took no longer", {n: c for n, c in curves.items() if c}, "%", "ms", "%"
+        )
+        + _bars("Backfill, percent of what it does alone", kept, "%")
+    )
+
+
 def _histogram(row: dict[str, Any]) -> str:
     bins = row["bins"]
     if not bins:
@@ -128,7 +145,7 @@ def _throughput(row: dict[str, Any]) -> str:
 # --- SVG ---
 
 
-def _plot(title: str, lines: dict[str, list[tuple[float, float]]], x_name: str, y_name: str) -> str:
+def _plot(title: str, lines: dict[str, list[tuple[float, float]]], x_name: str, y_name: str, x_unit: str = "/s") -> str:
     """Lines over a logarithmic height."""
     most = max(x for points in lines.values() for x, _ in points) or 1
     ys = [math.log10(max(y, 1e-3)) for points in lines.values() for _, y in points]
@@ -146,7 +163,7 @@ def _plot(title: str, lines: dict[str, list[tuple[float, float]]], x_name: str, 
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"><title>{name}: {_number(value)} {y_name} at '
-            f"{_number(rate)}/s</title></circle>"
+            f"{_number(rate)}{x_unit}</title></circle>"
             for (x, y), (rate, value) in zip(places, points, strict=True)
         ]
         parts.append(f'<text x="{_LEFT + 12 + 60 * number}" y="{_TOP + 8}" fill="{color}">{_text(name)}</text>')
@@ -172,7 +189,7 @@ def _bar_plot(title: str, bars: list[tuple[float, float, int]], label: Callable[
     return _figure(title, parts, x_name)
 
 
-def _bars(title: str, rows: dict[str, dict[str, float]]) -> str:
+def _bars(title: str, rows: dict[str, dict[str, float]], unit: str = "ms") -> str:
     """A bar a row, of its parts one behind the other."""
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     colors = {name: _COLORS[number % len(_COLORS)] for number, name in enumerate(names)}
@@ -187,7 +204,7 @@ def _bars(title: str, rows: dict[str, dict[str, float]]) -> str:
             width = value / longest * 920
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="24" fill="{colors[name]}" stroke="#fff" '
-                f'stroke-width="0.5"><title>{_text(name)}: {value:.3f} ms</title></rect>'
+                f'stroke-width="0.5"><title>{_text(name)}: {value:.3f} {unit}</title></rect>'
             )
             x += width
         parts.append(f'<text x="{x + 6:.1f}" y="{y + 16}">{sum(stages.values()):.2f}</text>')

@@ -61,6 +61,27 @@ def test_the_stages_of_a_profile_are_shown_without_their_sum() -> None:
     assert page.count("<rect") == 4  # two bars, two of the legend
 
 
+def test_queries_and_backfill_are_shown_alone_and_together() -> None:
+    def phase(quantiles_ms: list[tuple[float, float]], tokens_per_s: float) -> dict[str, object]:
+        return {"quantiles_ms": quantiles_ms, "backfill_tokens_per_s": tokens_per_s}
+
+    phases = {
+        "queries": phase([(50, 3.0), (99, 5.0)], 0),
+        "backfill": phase([], 1000),
+        "both": phase([(50, 4.0), (99, 9.0)], 900),
+    }
+    result = {"benchmark": "mixed", "url": "u", "model": "m", "lane": "backfill", "rate": 20.0, "phases": phases}
+
+    page = render([result | ORIGIN])
+
+    assert plots(page) == [
+        "Latency of queries: so many percent took no longer",
+        "Backfill, percent of what it does alone",
+    ]
+    assert page.count("<circle") == 4
+    assert "90.00" in page
+
+
 def test_a_load_that_nothing_answered_is_shown_as_that() -> None:
     load = Load("none", 1, "query")
     row = {**asdict(load), **asdict(summarize([Tally(seconds=2.0)], load))}
