@@ -59,6 +59,8 @@ def load_onnxruntime(folder: str, threads: int) -> tuple[Encode, str]:
 
     names = ["input_ids", "attention_mask", "token_type_ids"]
     example = torch.ones(2, 7, dtype=torch.int64)
+    mask = example.clone()
+    mask[1, 5:] = 0  # a mask of ones is taken for none
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens", max=limit)}
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -67,7 +69,7 @@ def load_onnxruntime(folder: str, threads: int) -> tuple[Encode, str]:
         path = f"{place}/model.onnx"
         torch.onnx.export(
             Hidden().eval(),
-            (example, example, example * 0),
+            (example, mask, example * 0),
             path,
             input_names=names,
             output_names=["hidden"],
