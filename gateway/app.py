@@ -454,7 +454,6 @@ class Gateway:
         read = partial(read_request, body, operations, model.facts, self._limits)
         with call.parse:
             asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
-        call.held.drop_body()
         return model, asked
 
     async def _in_time(self, call: Call, tokenization: Awaitable[T]) -> T:
@@ -506,8 +505,13 @@ class Gateway:
             tenant=call.tenant,
             trace=call.trace,
         )
-        call.held.grow(OpenRequest.num_bytes(sequences, options, spans))
-        embedded = await self._client.submit(sequences, options, type_starts=type_starts, spans=spans)
+        num_bytes = OpenRequest.num_bytes(sequences, options, spans)
+        call.held.grow(num_bytes)
+        try:
+            embedded = await self._client.submit(sequences, options, type_starts=type_starts, spans=spans)
+        except ServiceError:
+            call.held.shrink(num_bytes)  # of a `partial` request what is good runs again
+            raise
         call.queue_us += embedded.queue_us
         call.step_us += embedded.step_us
         return embedded

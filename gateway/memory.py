@@ -1,9 +1,9 @@
 """What a gateway holds of requests, all together, is bounded; and what happens as it comes near its bound.
 
-Two things of a request are large, one after the other: its body until it is parsed (4,096 of 16 MiB would be 64 GiB),
-then its token ids and the rows that it waits for (2,048 inputs of 4,096 dimensions have 32 MiB of them), until its
-answer is made. A declared length counts from the beginning, so that a body is refused before it is sent rather than in
-its middle; a request's rows count before there is any of them. Small bodies do not count.
+Two things of a request are large: its body, and the texts that are parsed from it (4,096 of 16 MiB would be 64 GiB),
+and its token ids with the rows that it waits for (2,048 inputs of 4,096 dimensions have 32 MiB of them). Both count
+until its answer is made. A declared length counts from the beginning, so that a body is refused before it is sent and
+not in its middle; a request's rows count before there is any of them. Small bodies do not count.
 
     from 85 %    no large body is read, and answers close their connections: who comes again may come to another gateway
     from 95 %    no new request is let in
@@ -69,14 +69,15 @@ class Held:
             self._memory.grow(num_bytes - self.num_bytes, _SHORT)
             self.num_bytes = num_bytes
 
-    def drop_body(self) -> None:
-        self._memory.num_bytes -= self.num_bytes
-        self.num_bytes = 0
-
     def grow(self, num_bytes: int) -> None:
         """It holds so many more bytes, until it is answered. Raises Overloaded: there is no room for them."""
         self._memory.grow(num_bytes, 1)
         self.num_bytes += num_bytes
+
+    def shrink(self, num_bytes: int) -> None:
+        """So many of them are given back before the request ends."""
+        self._memory.num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
 
 
 def _full() -> Overloaded:
