@@ -716,7 +716,7 @@ def _parse_facts(value: object) -> ModelFacts:
     if not isinstance(value, list) or len(value) != len(parsers):
         raise TypeError(f"needs the {len(parsers)} facts of a model")
     facts = ModelFacts(**{name: parse(item) for (name, parse), item in zip(parsers, value, strict=True)})
-    if facts.max_batch_tokens < 1 or not 1 <= facts.dimensions <= _MAX_INT32:
+    if not 1 <= facts.max_batch_tokens <= _MAX_INT32 or not 1 <= facts.dimensions <= _MAX_INT32:
         raise ValueError("a model of no dimensions, or a step of no tokens")
     if len(facts.labels) != facts.num_labels or labels_bytes(facts.labels) > MAX_LABELS_BYTES:
         raise ValueError(f"needs a name for each label, of at most {MAX_LABELS_BYTES} bytes together")

@@ -11,6 +11,8 @@ decides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -32,6 +34,7 @@ RECOVERY_NS = 15_000_000_000
 # longer than so, since much may change meanwhile.
 _ROOM = 0.02
 _MAX_FULL_NS = 1_000_000_000
+_MAX_DONE_NS = 86_400_000_000_000  # what is predicted to take longer than a day has not been predicted well
 
 
 class Admission:
@@ -46,6 +49,7 @@ class Admission:
         queued_tokens: int,
         tokens_before: int,
         wait_ms: float | None,
+        least_wait_ms: Callable[[], float | None],
         workers_ready: int,
         without_workers_ns: int,
         now_ns: int,
@@ -56,6 +60,7 @@ class Admission:
             queued_tokens: in all lanes, of all tenants.
             tokens_before: those that run before it.
             wait_ms: how long the ready workers will take for the latter; None: nothing is known of that.
+            least_wait_ms: the same for the smallest request of its tenant in its lane, before which less may run.
             without_workers_ns: for how long no worker has been ready.
         """
         if request.deadline_ns <= now_ns:
@@ -70,8 +75,10 @@ class Admission:
             return None
         if wait_ms > self._max_queue_ms:
             until_ns = int((wait_ms - (1 - _ROOM) * self._max_queue_ms) * 1e6)
-            times_ns = (now_ns + min(until_ns, _MAX_FULL_NS), now_ns + int(wait_ms * 1e6))
-            self._full[request.lane, request.tenant] = times_ns
+            least_ms = least_wait_ms()
+            if least_ms is not None and least_ms > self._max_queue_ms:
+                times_ns = (now_ns + min(until_ns, _MAX_FULL_NS), now_ns + min(int(wait_ms * 1e6), _MAX_DONE_NS))
+                self._full[request.lane, request.tenant] = times_ns
             return Overloaded.queue_full(wait_ms)
         if request.deadline_ns - now_ns < wait_ms * 1e6:
             return DeadlineExceeded(

@@ -28,7 +28,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -83,6 +83,12 @@ class Part:
     start: int
     stop: int
     losses: int = 0  # how many workers died with it
+    failures: int = 0  # how many batches with it failed, and no worker died
+
+    @property
+    def suspicion(self) -> int:
+        """What may have to do with it: nothing, or it runs among few, or alone."""
+        return self.losses + self.failures
 
     @property
     def num_tokens(self) -> int:
@@ -183,9 +189,9 @@ class _Lane:
         line = self.lines[tenant]
         head = line.pop()
         stop = min(head.start + num_sequences, head.stop)
-        taken = Part(head.pending, head.start, stop, head.losses)
+        taken = replace(head, stop=stop)
         if stop < head.stop:
-            line.push(Part(head.pending, stop, head.stop, head.losses))
+            line.push(replace(head, start=stop))
         if line.heap:
             heapq.heapreplace(self.turns, (self.num_had + taken.num_tokens, line.heap[0][0], tenant))
         else:
@@ -262,12 +268,12 @@ class BatchQueue:
             while (head := lane.head()) is not None:
                 pending = head.pending
                 # Suspects run among suspects, sparse sequences among sparse ones.
-                if batch and (head.losses != batch[0].losses or pending.sparse != batch[0].pending.sparse):
+                if batch and (head.suspicion != batch[0].suspicion or pending.sparse != batch[0].pending.sparse):
                     return batch
                 fitting = min(
                     _fitting(pending.offsets, head.start, limit - num_tokens),
                     room_rows if pending.row_offsets is None else _fitting(pending.row_offsets, head.start, room_rows),
-                    _sequences_at_once(head.losses) - num_sequences,
+                    _sequences_at_once(head.suspicion) - num_sequences,
                 )
                 if fitting <= 0:
                     if batch:
@@ -330,10 +336,10 @@ class Shares:
             self._owed_ms[lane] = min(max(0.0, owed_ms), _MOST_OWED_STEPS * costs_ms[lane])
 
 
-def _sequences_at_once(losses: int) -> int:
-    if losses == 0:
+def _sequences_at_once(suspicion: int) -> int:
+    if suspicion == 0:
         return 2**31
-    return _SUSPECTS_AT_ONCE if losses == 1 else 1
+    return _SUSPECTS_AT_ONCE if suspicion == 1 else 1
 
 
 def _offsets(counts: np.ndarray) -> list[int]:

@@ -8,7 +8,8 @@ last row of a reply; where a gateway is gone, nobody waits and nothing is sent.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -116,6 +117,8 @@ class _Gateway:
     requests: dict[int, Pending]
     replaced: frozenset[bytes] = frozenset()  # the peers that this process was before
     short_since_ns: int | None = None  # since when it tells of more requests than there are
+    answered: int = 0  # requests since its last beat
+    answered_before: int = 0  # and between that and the one before it
 
 
 class Scheduler:
@@ -398,6 +401,9 @@ class Scheduler:
                 queued_tokens=self._queue.num_tokens,
                 tokens_before=tokens_before,
                 wait_ms=self._fleet.wait_ms(tokens_before, now_ns),
+                least_wait_ms=lambda: self._fleet.wait_ms(
+                    self._queue.tokens_before(request.lane, request.tenant, 1), now_ns
+                ),
                 workers_ready=self._fleet.ready(now_ns),
                 without_workers_ns=now_ns - self._last_ready_ns,
                 now_ns=now_ns,
@@ -410,8 +416,14 @@ class Scheduler:
         self._enqueue(Part(pending, 0, len(request.lengths)), now_ns)
 
     def _on_gateway_beat(self, gateway: _Gateway, beat: Beat, now_ns: int) -> None:
-        """One that waits for more than there is here has lost some of it on either way: have it join again."""
-        if beat.epoch != self.epoch or beat.num_held <= len(gateway.requests):
+        """One that waits for more than there is here has lost some of it on either way: have it join again.
+
+        A beat is older than the answers that were sent since, so these are allowed for. Where so many are sent that
+        they hide what was lost, it shows as soon as there are fewer.
+        """
+        expected = len(gateway.requests) + gateway.answered + gateway.answered_before
+        gateway.answered, gateway.answered_before = 0, gateway.answered
+        if beat.epoch != self.epoch or beat.num_held <= expected:
             gateway.short_since_ns = None
         elif gateway.short_since_ns is None:
             gateway.short_since_ns = now_ns
@@ -457,7 +469,7 @@ class Scheduler:
         replies: dict[bytes, list[Reply]] = {}  # by gateway
         row = 0
         for part in batch.parts:
-            if part.losses:
+            if part.suspicion:
                 self._quarantine.acquit(part)
             reply = self._reply_of(part, row, batch, result, nonfinite)
             if reply is not None:
@@ -502,8 +514,8 @@ class Scheduler:
 
     def _retry_failed(self, part: Part, error: ServiceError, now_ns: int) -> None:
         """Run sequences again that may have failed a batch; `error` is what is told once they have too often."""
-        part = with_loss(part)
-        if part.losses < MAX_LOSSES:
+        part = replace(part, failures=part.failures + 1)
+        if part.suspicion < MAX_LOSSES:
             self._retry(part, now_ns)
         elif not part.pending.settled:
             self._settle(part.pending, error, part.start)
@@ -607,8 +619,8 @@ class Scheduler:
 
     def _forget(self, pending: Pending) -> None:
         gateway = self._gateways.get(pending.gateway)
-        if gateway is not None:
-            gateway.requests.pop(pending.request.request_id, None)
+        if gateway is not None and gateway.requests.pop(pending.request.request_id, None) is not None:
+            gateway.answered += 1
 
     # --- what goes out ---
 
@@ -620,9 +632,10 @@ class Scheduler:
             worker = self._next_worker(now_ns)
             if worker is None:
                 return
-            self._expire(now_ns + worker.busy_ns(now_ns))  # what it cannot begin in time would be run for nobody
+            # What nobody can begin in time would be run for nobody.
+            self._expire(now_ns + self._fleet.begins_in_ns(now_ns))
             budgets = self._budgets(worker, now_ns)
-            costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or 0.0 for lane in SHARES}
+            costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or math.inf for lane in SHARES}
             parts = self._queue.next_batch(budgets, max_rows(worker.facts), self._shares.first(costs_ms))
             if not parts:
                 return

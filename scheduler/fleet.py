@@ -166,6 +166,11 @@ class Fleet:
         ]
         return min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens), default=None)
 
+    def begins_in_ns(self, now_ns: int) -> int:
+        """How long it takes until a worker can begin something new, as predicted; 0 where none is heard of."""
+        heard = [worker for worker in self._workers.values() if now_ns - worker.last_heard_ns < SUSPECT_NS]
+        return min((worker.busy_ns(now_ns) for worker in heard), default=0)
+
     def next_free_ns(self, now_ns: int) -> int | None:
         """When the first of the workers' slots that are kept open may be filled; None where none is."""
         times_ns = [

@@ -201,12 +201,12 @@ class Compute:
         # Raises DeviceLost where nothing will ever run again: that ends the thread, and so the process. The batch is
         # not answered then: the scheduler runs it elsewhere, as all that a dead worker held.
         self._engine.check_device(error)
-        self._running.remove(step)
         logger.error("batch %d failed", step.batch.batch_id, exc_info=error)
         self._metrics.step_failures.inc()
         message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
         too_large = error.sequence if isinstance(error, SequenceTooLarge) else None
         self._put(BatchFailed(step.batch.epoch, step.batch.batch_id, message, too_large))
+        self._running.remove(step)  # after that: see _collect
 
     def _put(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)

@@ -1,8 +1,8 @@
 """A worker of a GPU runs on the cores and in the memory that are nearest to it, where a host has several NUMA nodes.
 
 A copy to a device that hangs on the other socket crosses the link between them, and so does every launch. What a GPU
-is near is read from the files of the kernel and the driver, so that it is known before CUDA is initialised and while
-there is one thread: threads and memory that come later follow.
+is near is read from the files of the kernel and the driver, so that it is known before CUDA is initialised and before
+the threads that use it: what this thread starts and allocates later follows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def _bus_id(slot: int, visible: list[str] | None, root: Path) -> str | None:
     if wanted.isdecimal():
         return folders[int(wanted)].name.lower() if int(wanted) < len(folders) else None
     for folder in folders:
-        found = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
+        try:
+            found = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
+        except OSError:
+            continue
         if found is not None and wanted.startswith("GPU-") and found[1].startswith(wanted):
             return folder.name.lower()
     return None  # a MIG instance, say

@@ -180,7 +180,7 @@ def main(config: WorkerConfig, joined: Callable[[], None]) -> int:
     Call it on the main thread. The process should end right after it.
     """
     if config.device != "cpu":
-        pin(config.slot, visible_cuda_devices())  # before there are other threads
+        pin(config.slot, visible_cuda_devices())  # before the threads that use it
     metrics = open_metrics(config.run_dir)
     return Server(config, metrics, lambda: _build(config, metrics), joined).run()
 

@@ -34,6 +34,7 @@ def ask(
     queued_tokens: int = 0,
     *,
     wait_ms: float | None = 0,
+    least_wait_ms: float | None = None,
     workers_ready: int = 1,
     without_workers_ns: int = 0,
     now_ns: int = 0,
@@ -43,6 +44,7 @@ def ask(
         queued_tokens=queued_tokens,
         tokens_before=queued_tokens,
         wait_ms=wait_ms,
+        least_wait_ms=lambda: wait_ms if least_wait_ms is None else least_wait_ms,
         workers_ready=workers_ready,
         without_workers_ns=without_workers_ns,
         now_ns=now_ns,
@@ -96,6 +98,13 @@ def test_what_is_told_of_a_full_queue_is_good_for_a_second() -> None:
     admission = Admission(max_queue_ms=1000)
     ask(admission, make_request(1, [1]), wait_ms=9000, now_ns=SECOND)
     assert admission.full(SECOND).tolist() == [[0, 0, 2 * SECOND, 10 * SECOND]]
+
+
+def test_a_long_request_that_is_refused_shuts_out_no_short_one() -> None:
+    """More may run before it than before a short one of the same tenant."""
+    admission = Admission(max_queue_ms=1000)
+    assert ask(admission, make_request(1, [1] * 9), wait_ms=1100, least_wait_ms=900) is not None
+    assert admission.full(0).shape == (0, 4)
 
 
 def test_who_is_let_in_is_not_told_of() -> None:

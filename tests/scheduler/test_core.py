@@ -1207,6 +1207,32 @@ def test_beats_that_piled_up_while_the_scheduler_stood_still_miss_no_batch(rig: 
     assert [reply.request_id for reply in rig.take(Reply)] == [1, 2]
 
 
+def test_a_gateways_beat_that_is_older_than_the_answers_misses_nothing(rig: Rig) -> None:
+    for number in range(1, 13):
+        rig.request(number, [number])
+        (batch,) = rig.take(Batch)
+        rig.finish(batch)
+        rig.tick(250 * MS)
+        rig.worker(Beat(EPOCH, 0))
+        rig.gateway(Beat(EPOCH, 1))  # of when it waited for that one
+    rig.request(99, [99])
+    assert [ids(batch) for batch in rig.take(Batch)] == [[99]]
+
+
+def test_failures_without_a_death_put_nothing_in_quarantine(rig: Rig) -> None:
+    rig.request(1, [1])
+    for _ in range(2):
+        (batch,) = rig.take(Batch)
+        rig.worker(BatchFailed(EPOCH, batch.batch_id, "raised"))
+    (batch,) = rig.take(Batch)
+    rig.worker_lost()  # as a deploy's kill may have it
+    rig.hello(b"w1")
+    (batch,) = rig.take(Batch, b"w1")
+    rig.finish(batch, b"w1")
+    assert [reply.request_id for reply in rig.take(Reply)] == [1]
+    assert rig.take(Failure) == []
+
+
 # --- refusing, cancelling, expiring ---
 
 
