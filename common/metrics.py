@@ -11,12 +11,13 @@ import fcntl
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge, Histogram
+    from prometheus_client import Counter, Gauge, Histogram, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -140,8 +141,25 @@ def render(run_dir: str) -> bytes:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _fold_dead_processes(folder)
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]  # the library's gap
+        # A process that starts has its files for a moment before there is anything in them; the library cannot read
+        # those, and one that is killed in that moment leaves them so.
+        files = [str(path) for path in folder.glob("*.db") if not _is_empty(path)]
+        registry.register(_Collected(MultiProcessCollector.merge(files)))  # type: ignore[no-untyped-call]
         return generate_latest(registry)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Collected:
+    """What the library's registry wants to have: something to collect from."""
+
+    families: Iterable[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
+
+
+def _is_empty(path: Path) -> bool:
+    return path.stat().st_size == 0
 
 
 def _fold_dead_processes(folder: Path) -> None:
@@ -155,7 +173,7 @@ def _fold_dead_processes(folder: Path) -> None:
         kind, _, pid = path.stem.rpartition("_")
         if pid == "0" or Path("/proc", pid).exists():
             continue
-        if kind in {"counter", "histogram"}:
+        if kind in {"counter", "histogram"} and not _is_empty(path):
             past = MmapedDict(str(folder / f"{kind}_0.db"))  # type: ignore[no-untyped-call]  # the library's gap
             for key, value, timestamp, _ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
                 total, _ = past.read_value(key)  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,15 @@ def test_what_dead_processes_counted_stays_in_one_file_and_their_gauges_go(run_d
         assert 'hedgerow_requests_total{route="/health",status="200"} 3.0' in text
         assert "hedgerow_queued_tokens 7.0" not in text
     assert {path.name for path in Path(run_dir, "metrics").glob("*.db")} == {"counter_0.db", "histogram_0.db"}
+
+
+@pytest.mark.slow
+def test_files_of_processes_that_have_only_begun_to_write_are_passed_over(run_dir: str) -> None:
+    run(COUNT, run_dir)
+    for pid in (os.getpid(), 2**22 + 1):  # one that lives, and one that was killed at its start
+        for kind in ("counter", "gauge_liveall", "histogram"):
+            Path(run_dir, "metrics", f"{kind}_{pid}.db").touch()
+    assert "hedgerow_inputs_total 3.0" in run(RENDER, run_dir)
 
 
 @pytest.mark.slow
