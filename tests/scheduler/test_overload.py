@@ -172,6 +172,7 @@ def test_at_five_times_the_load_who_is_let_in_waits_no_longer_than_twice_as_at_8
     storm = poisson(simulation, 5 * _CAPACITY, 30)
     simulation.run(storm)
     assert {one.refused for one in storm} == {"", "overloaded"}
+    assert {one.latency_ms for one in storm if one.refused} == {0.0}  # at once
     assert p99(latencies_ms(storm)) <= 2 * p99(latencies_ms(usual))
     assert len(latencies_ms(storm)) / 30 >= 0.9 * _CAPACITY
 
@@ -212,6 +213,7 @@ def test_what_expires_is_not_begun(metrics: Metrics) -> None:
     late_ns = [one.begun_ns - one.deadline_ns for one in asked if one.begun_ns]
     assert len(late_ns) > 500
     assert max(late_ns) <= MS  # by as much as a prediction is off
+    assert max(one.ended_ns - one.deadline_ns for one in asked if one.refused) <= 50 * MS
 
 
 def test_what_is_predicted_of_a_wait_is_what_it_becomes(metrics: Metrics) -> None:
