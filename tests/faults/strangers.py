@@ -49,16 +49,16 @@ _HALF_OPEN = 500
 _CHATTERING = 100
 _CHATTER_S = 0.2  # between two messages of one of them
 
-# A model that no worker serves: its requests are answered with a failure, and its workers are refused. Of its ids none
-# is one bit away from a fault's.
+# A model that no worker serves: its requests are answered with a failure, and its workers are refused. Each of
+# its ids is three bits or more away from a fault's: a message is changed four times at the most.
 _FACTS = dataclasses.replace(FACTS, fingerprint="of a stranger")
 _NOBODY = 2**22 + 1  # no process has this number
-_IDS = np.arange(1024, 1031, dtype=np.int32)
+_IDS = np.arange(3584, 3591, dtype=np.int32)
 _LENGTHS = np.array([3, 4], dtype=np.int32)
 _GOLDEN: list[Message] = [
     Join(PROTOCOL_VERSION, "stranger", _NOBODY),
-    Request(1, _FACTS.fingerprint, 2**62, "online", True, 16, False, "float32", _IDS, _LENGTHS),
-    Request(2, FACTS.fingerprint, 2**62, "backfill", True, 16, False, "float32", _IDS, _LENGTHS),
+    Request(1, _FACTS.fingerprint, 2**62, "online", 0, True, 16, False, "float32", _IDS, _LENGTHS),
+    Request(2, FACTS.fingerprint, 2**62, "backfill", 0, True, 16, False, "float32", _IDS, _LENGTHS),
     Cancel(1),
     Hello(PROTOCOL_VERSION, "stranger", _NOBODY, _FACTS),
     Result(1, 1, 10, _LENGTHS[:0], np.ones((2, 64), dtype=np.uint8)),
