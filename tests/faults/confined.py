@@ -15,17 +15,16 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.faults.ledger import Ledger, Load
+from tests.faults.ledger import Ledger
+from tests.faults.promises import PROMISES
 from tests.faults.rig import OracleSuite, Process
-
-_LOAD = Load(rate=40, inputs=(1, 2), words=(2, 5))
 
 
 async def serve(folder: Path) -> dict[str, int]:
     suite = OracleSuite(str(folder))
     try:
         await suite.ready()
-        async with Ledger(suite.port, _LOAD, seed=1) as ledger:
+        async with Ledger(suite.port, PROMISES["G8, G10"].load, seed=1) as ledger:
             await asyncio.sleep(1)
             victim = Process(suite, "worker-0")
             victim.send(signal.SIGKILL)

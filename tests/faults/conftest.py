@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,19 @@ from tests.faults.trial import Trial
 _MEASURED = pytest.StashKey[list[str]]()
 
 StartTrial = Callable[[str], Trial]
+Report = Callable[[str], None]
+
+_MAX_FILES = 8192  # as supervisord's minfds
+
+
+@pytest.fixture(scope="package", autouse=True)
+def many_files() -> Iterator[None]:
+    """As many connections as a server that supervisord starts may have, for the clients here as well."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if before[1] == resource.RLIM_INFINITY else min(_MAX_FILES, before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], most), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.fixture(scope="package")
@@ -56,7 +70,7 @@ def trial(suite: OracleSuite, seed: int, soak: bool) -> StartTrial:
 
 
 @pytest.fixture
-def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def report(request: pytest.FixtureRequest) -> Report:
     """Takes a line for the end of the run."""
     return request.config.stash.setdefault(_MEASURED, []).append
 

@@ -104,7 +104,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Ran:
     """A step that an oracle worker began."""
 
     begun_s: float  # on the monotonic clock, which all processes share
@@ -123,11 +123,11 @@ class StepRecord:
         os.write(self._file, f"{time.monotonic()} {sum(map(len, sequences))} {digests}\n".encode())
 
 
-def steps(run_dir: Path) -> list[Step]:
+def steps(run_dir: Path) -> list[Ran]:
     """All that the workers of a suite have begun, in order."""
     lines = [line for path in run_dir.glob("oracle-*.steps") for line in path.read_text().splitlines()]
     fields = [line.split() for line in lines]
-    found = [Step(float(begun), int(num_tokens), tuple(digests)) for begun, num_tokens, *digests in fields]
+    found = [Ran(float(begun), int(num_tokens), tuple(digests)) for begun, num_tokens, *digests in fields]
     return sorted(found, key=lambda step: step.begun_s)
 
 

@@ -20,6 +20,7 @@ from xmlrpc.client import ServerProxy
 
 from supervisor.xmlrpc import SupervisorTransport
 
+from tests.faults.ledger import Sent
 from tests.faults.oracle import write_model
 from tests.gateway.wire import ask
 from tests.suite import ROOT, Suite, free_port
@@ -134,6 +135,17 @@ class OracleSuite(Suite):
             found[int(match["pid"])] = (when, match["reason"])
         return found
 
+    async def start(self, arguments: list[str]) -> asyncio.subprocess.Process:
+        """A process of the suite's own kind that nobody supervises; `arguments`: what comes after Python."""
+        command = (sys.executable, *arguments, "--run-dir", str(self.run_dir))
+        return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, cwd=ROOT)
+
+    async def losses_by_now(self) -> dict[int, tuple[float, str]]:
+        """`losses`, once all that died has been replaced: until then a line may be on its way to the log."""
+        await asyncio.sleep(0.3)  # gauges are set four times a second
+        await self.ready()
+        return self.losses()
+
     # --- supervisord's control ---
 
     async def stop_program(self, name: str) -> None:
@@ -214,12 +226,17 @@ class Process:
     """One process of the suite, held by a pidfd: a signal reaches it or nobody."""
 
     def __init__(self, suite: Suite, name: str) -> None:
-        """`name`: worker-0, gateway-1, scheduler-0."""
+        """`name`: worker-0, gateway-1, scheduler-0. Raises ProcessLookupError: it is not there, or ended meanwhile."""
         self.role = name.partition("-")[0]
         self.name = name
-        self.pid = suite.pids(self.role)[name]
+        pid = suite.pids(self.role).get(name)
+        if pid is None:
+            raise ProcessLookupError(name)
+        self.pid = pid
         self._pidfd = os.pidfd_open(self.pid)
-        assert suite.pids(self.role).get(name) == self.pid, "it ended while it was looked for"
+        if suite.pids(self.role).get(name) != self.pid:
+            os.close(self._pidfd)
+            raise ProcessLookupError(name)
 
     def send(self, number: signal.Signals) -> float:
         """When it was sent, in seconds since the epoch, as the log counts. Raises ProcessLookupError: it has ended."""
@@ -246,3 +263,22 @@ class Process:
 
     def close(self) -> None:
         os.close(self._pidfd)
+
+
+class KilledGateways:
+    """Gateways that were killed, and the connections that ended with them."""
+
+    def __init__(self) -> None:
+        self._gone: list[tuple[float, set[int]]] = []  # when, and the far ends of its connections
+
+    def kill(self, gateway: Process) -> float:
+        """When, in seconds since the epoch. Raises OSError: it has ended already."""
+        gateway.send(signal.SIGSTOP)  # so that it accepts nobody between the look and the kill
+        self._gone.append((time.monotonic(), gateway.peer_ports()))
+        return gateway.send(signal.SIGKILL)
+
+    def has_cut(self, sent: Sent) -> bool:
+        """Whether this request's connection was one of those."""
+        return sent.outcome == "cut" and any(
+            sent.port in ports and abs(sent.ended_s - killed_s) < 1 for killed_s, ports in self._gone
+        )

@@ -6,19 +6,14 @@ import asyncio
 import json
 import random
 import signal
-from collections.abc import Callable
 
 import pytest
 
-from tests.faults.conftest import StartTrial
-from tests.faults.ledger import Sent
-from tests.faults.rig import OracleSuite, Process
-from tests.faults.trial import Trial
+from tests.faults.conftest import Report, StartTrial
+from tests.faults.rig import KilledGateways, OracleSuite, Process
 from tests.gateway.wire import request_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-Report = Callable[[str], None]
 
 _PAUSE_S = 2.0
 _LONGEST_STOP_S = 3.0
@@ -28,47 +23,54 @@ _LONGEST_STOP_OF_SCHEDULER_S = 1.2  # beyond two seconds of its silence gateways
 class Monkey:
     """Does what a schedule draws, and keeps the books of what connections that has ended."""
 
-    def __init__(self, suite: OracleSuite, running: Trial, seed: int) -> None:
+    def __init__(self, suite: OracleSuite, seed: int) -> None:
         self.done: list[str] = []
+        self.killed = KilledGateways()
         self._suite = suite
-        self._running = running
         self._rng = random.Random(seed)
         self._stopped: set[asyncio.Task[None]] = set()
-        self._gone: list[tuple[float, set[int]]] = []  # when a gateway was killed, and the far ends of its connections
 
     async def act(self) -> None:
         """One fault. The process that it is meant for may just not be there; then another one is taken."""
-        names = [name for role in ("gateway", "scheduler", "worker") for name in self._suite.pids(role)]
         kind = self._rng.choice(("kill", "kill", "stop", "stop", "cut", "unlink"))
-        name = self._rng.choice(names)
-        self.done.append(f"{kind} {name}")
         if kind == "cut":
+            self.done.append(kind)
             await self._cut()
         elif kind == "unlink":
             side = self._rng.choice(("gateways", "workers"))
+            self.done.append(f"{kind} {side}")
             (self._suite.run_dir / f"{side}.sock").unlink(missing_ok=True)
         else:
+            while not self._signal(kind):
+                await asyncio.sleep(0.05)
+
+    def _signal(self, kind: str) -> bool:
+        """Kill or stop a process; whether there was one that has not died of what was done before."""
+        names = [name for role in ("gateway", "scheduler", "worker") for name in self._suite.pids(role)]
+        if not names:
+            return False
+        name = self._rng.choice(names)
+        try:
             process = Process(self._suite, name)
-            try:
-                self._kill(process) if kind == "kill" else self._stop(process)
-            except ProcessLookupError:
-                pass  # it has died of what was done before
+        except ProcessLookupError:
+            return False
+        try:
+            self._kill(process) if kind == "kill" else self._stop(process)
+        except OSError:  # of a signal, or of a look into /proc
+            process.close()
+            return False
+        self.done.append(f"{kind} {name}")
+        return True
 
     async def rest(self) -> None:
         """Wait until all that was stopped goes on."""
         await asyncio.gather(*self._stopped)
 
-    def has_cut(self, sent: Sent) -> bool:
-        """Whether its connection was one of a gateway that was killed."""
-        return sent.outcome == "cut" and any(
-            sent.port in ports and abs(sent.ended_s - killed_s) < 1 for killed_s, ports in self._gone
-        )
-
     def _kill(self, process: Process) -> None:
-        process.send(signal.SIGSTOP)  # so that a gateway accepts nobody between the look and the kill
         if process.role == "gateway":
-            self._gone.append((self._running.now_s(), process.peer_ports()))
-        process.send(signal.SIGKILL)
+            self.killed.kill(process)
+        else:
+            process.send(signal.SIGKILL)
         process.close()
 
     def _stop(self, process: Process) -> None:
@@ -101,7 +103,7 @@ async def test_whatever_befalls_any_process_nobody_fails_but_whom_a_killed_gatew
     suite: OracleSuite, trial: StartTrial, seed: int, report: Report
 ) -> None:
     async with trial("A10") as running:
-        monkey = Monkey(suite, running, seed)
+        monkey = Monkey(suite, seed)
         for _ in running.steps():
             await asyncio.sleep(_PAUSE_S)
             await monkey.act()
@@ -113,7 +115,7 @@ async def test_whatever_befalls_any_process_nobody_fails_but_whom_a_killed_gatew
     # Which of several detectors sees a worker's end first is left to chance here.
     unknown = {name for name in running.moved if name.startswith("hedgerow_worker_losses_total")}
     try:
-        line = running.judge(exactly={}, allowed=filter(monkey.has_cut, running.ledger.sent), unknown=unknown)
+        line = running.judge(exactly={}, allowed=filter(monkey.killed.has_cut, running.ledger.sent), unknown=unknown)
     except AssertionError as error:
         error.add_note(", ".join(monkey.done))
         raise

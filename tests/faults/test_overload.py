@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import signal
 import tempfile
 import time
@@ -15,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import Report
 from tests.faults.ledger import Ledger, Load, Sent
-from tests.faults.oracle import beginnings
-from tests.faults.promises import CAPACITY, HALF_STEPS, PROMISES, Figure
+from tests.faults.oracle import MAX_BATCH_TOKENS, beginnings, token_ids
+from tests.faults.promises import CAPACITY, HALF_STEPS, PROMISES, quantile
 from tests.faults.rig import OracleSuite, Process
-from tests.faults.trial import Trial
+from tests.faults.trial import LATE, Trial, dead
 from tests.gateway.wire import Wire, request_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-Report = Callable[[str], None]
 
 # Two steps. It is what bounds the latency of who is let in, so it is set to what is promised of that: at 80 % of the
 # load 90 of 100 are answered within some three steps, and twice that is enough for a wait of so long, the rest of the
@@ -52,22 +50,17 @@ def one_worker() -> Iterator[OracleSuite]:
 
 
 @pytest.fixture
-async def overload(one_worker: OracleSuite) -> Callable[[str], Trial]:
+async def overload(one_worker: OracleSuite, seed: int, soak: bool) -> Callable[[str], Trial]:
     """Starts the trial of a promise, with a worker that knows how long its steps take."""
     await one_worker.ready()
     async with Ledger(one_worker.port, Load(rate=CAPACITY, inputs=(1, 4), words=(14, 14), key="crowd"), seed=0):
         await asyncio.sleep(1)
-    seed = int(os.environ.get("FAULTS_SEED", "1"))
-    return lambda name: Trial(one_worker, PROMISES[name], seed, soak=os.environ.get("FAULTS") == "soak")
+    return lambda name: Trial(one_worker, PROMISES[name], seed, soak)
 
 
 def p90(ledger: Ledger) -> float:
     """Of the latencies of those who were answered."""
-    return quantile_90([sent.latency_s for sent in ledger.sent if sent.outcome == "answered"])
-
-
-def quantile_90(values: list[float]) -> float:
-    return Figure("", 0.9, 0).of(values)
+    return quantile((sent.latency_s for sent in ledger.sent if sent.outcome == "answered"), 0.9)
 
 
 async def offer(running: Trial, load: Load, seed: int, duration_s: float = 2.5) -> Ledger:
@@ -108,7 +101,7 @@ async def test_overload_costs_no_goodput_and_who_is_let_in_is_answered_in_time(
             storm = await offer(running, replace(HALF_STEPS, rate=5 * CAPACITY), 300 + number)
             running.measured("goodput_missing", 1 - goodput(storm) / goodput(busy))
             running.measured("latency_ratio", p90(storm) / p90(usual))
-            running.measured("refused_s", quantile_90([sent.latency_s for sent in told_to_come_back(storm)]))
+            running.measured("refused_s", quantile((sent.latency_s for sent in told_to_come_back(storm)), 0.9))
     refused = told_to_come_back(running.ledger)
     report(running.judge(exactly=running.answers(), allowed=refused))
     # What the scheduler refused, or a gateway in its stead.
@@ -123,7 +116,7 @@ async def test_clients_that_try_again_are_served_soon_after_the_storm(
     async with overload("C2") as running:
         before = await offer(running, calm, 100, 3)
         async with Ledger(running.suite.port, replace(calm, rate=5 * CAPACITY), seed=200) as storm:
-            await asyncio.sleep(running.promise.soak if running.soak else running.promise.quick)
+            await asyncio.sleep(running.count)
             storm.stop()
             over_s = time.monotonic()
             after = await offer(running, calm, 300, 8.5)
@@ -139,7 +132,7 @@ async def test_clients_that_try_again_are_served_soon_after_the_storm(
 
 
 def median_s(sent: list[Sent]) -> float:
-    return Figure("", 0.5, 0).of([one.latency_s for one in sent])
+    return quantile((one.latency_s for one in sent), 0.5)
 
 
 async def test_a_key_at_ten_times_its_part_leaves_the_other_its_latency(
@@ -160,7 +153,7 @@ async def test_a_key_at_ten_times_its_part_leaves_the_other_its_latency(
 
 async def test_what_expires_is_not_run_and_is_told_so_in_time(overload: Callable[[str], Trial], report: Report) -> None:
     async with overload("C4") as running:
-        while len(running.ledger.sent) < (running.promise.soak if running.soak else running.promise.quick):
+        while len(running.ledger.sent) < running.count:
             await asyncio.sleep(0.1)
     begun_s = beginnings(running.suite.run_dir)
     unserved = [sent for sent in running.ledger.sent if sent.outcome == "refused"]
@@ -168,13 +161,14 @@ async def test_what_expires_is_not_run_and_is_told_so_in_time(overload: Callable
     assert {sent.detail for sent in unserved} <= {"504 deadline_exceeded", "429 overloaded"}
     assert len(expired) > len(running.ledger.sent) / 20
     for sent in running.ledger.sent:
-        for text in sent.texts:
+        for text in sent.texts if sent.answers else ():  # else it is a failure, and has no deadline to go by
             running.measured("begun_late_s", max([0.0, *(s - sent.deadline_s for s in begun_s(text))]))
     told_late_s = [sent.latency_s - sent.timeout_s for sent in expired]  # in the order in which they came
     for part in range(5):
-        running.measured("told_late_s", quantile_90(told_late_s[part * len(expired) // 5 :][: len(expired) // 5]))
-    late = running.moved["hedgerow_late_replies_total"]  # what had been begun when its deadline came
-    report(running.judge(exactly=running.answers() | {"hedgerow_late_replies_total": late}, allowed=set(unserved)))
+        running.measured("told_late_s", quantile(told_late_s[part * len(expired) // 5 :][: len(expired) // 5], 0.9))
+    report(running.judge(exactly=running.answers(), allowed=unserved, unknown={LATE}))
+    # Late is only what had been begun when its deadline came, or a refusal that the gateway's own clock was ahead of.
+    assert running.moved[LATE] <= sum(len(sent.texts) for sent in expired)
 
 
 async def test_clients_that_leave_free_their_places_and_nothing_is_begun_for_them(
@@ -189,29 +183,37 @@ async def test_clients_that_leave_free_their_places_and_nothing_is_begun_for_the
                 await leave(suite, running, number)
     finally:
         await suite.start_program("worker:worker-1")
-    late = running.moved["hedgerow_late_replies_total"]  # what ran for those who had left
-    died = tuple(f'hedgerow_worker_losses_total{{reason="{reason}"}}' for reason in ("exited", "disconnected"))
-    report(running.judge(exactly={"hedgerow_late_replies_total": late, died: len(running.steps())}))
+    report(running.judge(exactly=dead(running.count), unknown={LATE}))
+    assert running.moved[LATE] <= 12 * running.count  # a batch at the most ran for those who had left
+
+
+def queued(metrics: dict[str, float]) -> float:
+    return metrics.get("hedgerow_queued_sequences", 0.0)
+
+
+def cancelled(metrics: dict[str, float]) -> float:
+    return metrics.get(_CANCELLED, 0.0)
 
 
 async def leave(suite: OracleSuite, running: Trial, number: int) -> None:
     """A thousand clients wait behind a step that does not end, and every other one of them leaves; then it does end."""
-    texts = [f"w{index} w{number}" + " w1" * 16 for index in range(1000)]
-    running.ledger.ask(f"HANG w{number}")
+    texts = [f"w{index} w{number}" + " w1" * 6 for index in range(1000)]
+    of_a_batch = MAX_BATCH_TOKENS // len(token_ids(texts[0]))  # the worker has as many waiting behind the one that runs
+    running.ledger.ask(f"HANG w{2000 + number}")
     await suite.fault_began()
     hanging = Process(suite, "worker-0")
     wires = [await Wire.connect(suite.port) for _ in texts]
     for wire, text in zip(wires, texts, strict=True):
         await wire.send(request_bytes("POST", "/v1/embeddings", json.dumps({"input": text}).encode()))
-    async with asyncio.timeout(25):
-        while (before := await asyncio.to_thread(suite.metrics))["hedgerow_queued_sequences"] < len(texts) - 6:
+    async with asyncio.timeout(15):
+        while queued(before := await asyncio.to_thread(suite.metrics)) < len(texts) - of_a_batch:
             await asyncio.sleep(0.01)
     for wire in wires[::2]:
         wire.reset()
     left_s = time.monotonic()
     async with asyncio.timeout(10):
-        while (await asyncio.to_thread(suite.metrics))[_CANCELLED] - before[_CANCELLED] < len(texts) // 2 - 6:
-            pass
+        while cancelled(await asyncio.to_thread(suite.metrics)) - cancelled(before) < len(texts) // 2 - of_a_batch:
+            await asyncio.sleep(0.01)
     running.measured("freed_s", time.monotonic() - left_s)
     hanging.send(signal.SIGKILL)
     stayed = await asyncio.gather(*(wire.answer(timeout_s=60) for wire in wires[1::2]))

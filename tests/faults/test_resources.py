@@ -6,28 +6,25 @@ import asyncio
 import json
 import os
 import re
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import StartTrial
+from tests.faults.conftest import Report, StartTrial
 from tests.faults.rig import OracleSuite
 from tests.faults.trial import Trial
 from tests.gateway.wire import Wire, ask, request_bytes
-from tests.suite import ROOT, free_port
+from tests.suite import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-Report = Callable[[str], None]
 
 MIB = 2**20
 _CONNECTIONS = 48
 _CAP_BYTES = 64 * MIB
 _BODY_BYTES = 4 * MIB
+_LARGE_BYTES = 0.85 * _CAP_BYTES  # what bodies that are large may hold of it
 _PACKET_BYTES = 128 * 1024  # so that this process does not hold what is refused
 _LEAK_BYTES = 4096  # of each sequence; a third of them run there
 _EMBEDDING = request_bytes("POST", "/v1/embeddings", json.dumps({"input": "w1 w2"}).encode())
@@ -79,6 +76,17 @@ def taken(suite: OracleSuite) -> dict[str, Taken]:
     }
 
 
+async def at_rest(suite: OracleSuite) -> dict[str, Taken]:
+    """What is taken once no connection is being closed: a server hears of the end of one a little later."""
+    async with asyncio.timeout(10):
+        before, now = {}, taken(suite)
+        while before != {name: process.descriptors for name, process in now.items()}:
+            before = {name: process.descriptors for name, process in now.items()}
+            await asyncio.sleep(0.2)
+            now = taken(suite)
+        return now
+
+
 async def send(port: int, requests: list[tuple[int, bytes]]) -> None:
     """Requests one after the other over a few connections, each with the status that it has to have."""
     queue = iter(requests)
@@ -106,9 +114,9 @@ async def test_memory_stays_where_it_is_and_a_leak_would_be_seen(
 ) -> None:
     async with trial("G1") as running:
         await send(suite.port, [(200, _EMBEDDING)] * (running.count // 3))
-        before = taken(suite)
+        before = await at_rest(suite)
         await send(suite.port, [(200, _EMBEDDING)] * running.count)
-        after = taken(suite)
+        after = await at_rest(suite)
         for name, process in after.items():
             running.measured("growth_mib", growth_mib(before[name], process))
             running.measured("descriptors", process.descriptors - before[name].descriptors)
@@ -120,7 +128,7 @@ async def test_memory_stays_where_it_is_and_a_leak_would_be_seen(
 
 async def leaked(suite: OracleSuite, running: Trial) -> float:
     """What the same look finds of a third worker, beside the others, that leaks."""
-    third = await start(suite, [*suite.oracle, "--slot", "2", "--leak-bytes", str(_LEAK_BYTES)])
+    third = await suite.start([*suite.oracle, "--slot", "2", "--leak-bytes", str(_LEAK_BYTES)])
     try:
         await suite.ready(workers=3)
         await send(suite.port, [(200, _EMBEDDING)] * (running.count // 3))
@@ -131,12 +139,6 @@ async def leaked(suite: OracleSuite, running: Trial) -> float:
         third.terminate()
         await third.communicate()
         await suite.ready()
-
-
-async def start(suite: OracleSuite, arguments: list[str]) -> asyncio.subprocess.Process:
-    """A process of the suite's own kind that nobody supervises."""
-    command = (sys.executable, *arguments, "--run-dir", str(suite.run_dir))
-    return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, cwd=ROOT)
 
 
 async def test_memory_stays_where_it_is_however_much_is_refused(
@@ -169,8 +171,8 @@ async def test_bodies_that_do_not_end_hold_as_much_memory_as_they_may(
     suite: OracleSuite, trial: StartTrial, report: Report
 ) -> None:
     port = free_port()
-    flags = ["--max-held-body-bytes", str(_CAP_BYTES), "--max-body-bytes", str(_BODY_BYTES)]
-    gateway = await start(suite, ["-m", "gateway", "--slot", "2", "--port", str(port), *flags])
+    flags = ["--max-held-bytes", str(_CAP_BYTES), "--max-body-bytes", str(_BODY_BYTES)]
+    gateway = await suite.start(["-m", "gateway", "--slot", "2", "--port", str(port), *flags])
     try:
         await until_served(port)
         async with trial("C6") as running:
@@ -183,13 +185,13 @@ async def test_bodies_that_do_not_end_hold_as_much_memory_as_they_may(
                 peak_bytes = max(peak_bytes, sum(Taken.by(pid).memory_bytes for pid in processes))
                 await asyncio.sleep(0.02)
             refused = await flood
-            reserved_bytes = _CAP_BYTES * 9 / 8
+            reserved_bytes = _LARGE_BYTES * 9 / 8
             running.measured("kib_a_connection", (peak_bytes - before_bytes - reserved_bytes) / running.count / 1024)
             await send(port, [(200, _EMBEDDING)] * 100)
         report(running.judge(exactly={}))
         # Else it was no flood. Those that are held end by their own slowness, and make room for as many again.
         assert refused >= running.count / 4
-        assert peak_bytes - before_bytes > _CAP_BYTES / 2
+        assert peak_bytes - before_bytes > _LARGE_BYTES / 2
     finally:
         gateway.terminate()
         await gateway.communicate()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
 
 import pytest
 
-from tests.faults.conftest import StartTrial
+from tests.faults.conftest import Report, StartTrial
 from tests.faults.oracle import steps
 from tests.faults.rig import OracleSuite, Process
 from tests.faults.trial import Trial
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-Report = Callable[[str], None]
 
 _KEPT = 16  # connections
 _NEWCOMERS = 200

@@ -10,13 +10,11 @@ import pytest
 
 from tests.fakes import oracle_vector
 from tests.faults.conftest import StartTrial
-from tests.faults.ledger import Ledger, Load, Sent, judged
+from tests.faults.ledger import Ledger, Sent, judged
 from tests.faults.oracle import token_ids
-from tests.faults.promises import Figure, schedule
+from tests.faults.promises import QUIET, Figure, measured, schedule
 from tests.faults.rig import OracleSuite
 from tests.gateway.wire import Answer
-
-_QUIET = Load(rate=2)
 
 
 def test_a_seed_has_one_schedule() -> None:
@@ -29,6 +27,11 @@ def test_a_quantile_is_a_value_that_was_measured() -> None:
     assert Figure("s", 1, 0).of(values) == 4.0
     assert Figure("s", 0.95, 0).of(values) == 3.0  # one of four may be chance
     assert Figure("s", 0.5, 0).of(values) == 2.0
+
+
+def test_a_series_that_no_figure_is_made_of_is_not_passed_over() -> None:
+    with pytest.raises(AssertionError, match="no figure is made of"):
+        measured((Figure("s", 1, 0),), {"s": [0.0], "other_s": [0.0]})
 
 
 def answer(*texts: str, status: int = 200, request_id: str = "a", indices: tuple[int, ...] = (0, 1)) -> Answer:
@@ -64,25 +67,25 @@ def test_an_answer_is_right_when_every_bit_of_it_is(found: Answer, outcome: str)
         ("SHORT_RESULT w1", 1, "answered", ""),
         ("WRONG_DIMENSION w1", 1, "answered", ""),
         ("ABORT ABORT ABORT w2", 3, "refused", "500 input_quarantined"),
-        ("NAN w1", 0, "refused", "500 nonfinite_output"),
+        ("NAN w3901", 0, "refused", "500 nonfinite_output"),
     ],
 )
 async def test_a_fault_word_costs_as_many_workers_as_it_says_and_nobody_else_their_answer(
     suite: OracleSuite, text: str, lost: int, outcome: str, detail: str
 ) -> None:
     losses = len(suite.losses())
-    async with Ledger(suite.port, _QUIET, seed=1) as ledger:
+    async with Ledger(suite.port, QUIET, seed=1) as ledger:
         asked = ledger.ask("w7", text, "w8")
         await ledger.until(asked)
     assert (asked.outcome, asked.detail) == (outcome, detail)
     assert {sent.outcome for sent in ledger.sent if sent is not asked} <= {"answered"}
-    assert len(suite.losses()) - losses == lost
+    assert len(await suite.losses_by_now()) - losses == lost
 
 
 @pytest.mark.slow
 async def test_a_promise_that_is_not_kept_fails_its_trial(suite: OracleSuite, trial: StartTrial) -> None:
     async with trial("A2") as running:
-        asked = running.ledger.ask("NAN w2")
+        asked = running.ledger.ask("NAN w3902")
         await running.ledger.until(asked)
         for series in ("noticed_s", "not_ready_s"):
             running.measured(series, 0.0)

@@ -7,20 +7,17 @@ import base64
 import json
 import re
 import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.fakes import oracle_vector
-from tests.faults.conftest import StartTrial
+from tests.faults.conftest import Report, StartTrial
 from tests.faults.oracle import MAX_BATCH_TOKENS, Memory, token_ids
 from tests.faults.rig import OracleSuite
-from tests.faults.test_deaths import dead
+from tests.faults.trial import dead
 from tests.gateway.wire import Answer, Wire, embed, request_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-Report = Callable[[str], None]
 
 COMPANY = 32
 
@@ -85,8 +82,8 @@ async def test_a_device_short_of_memory_gets_smaller_batches_and_what_fits_nowhe
     workers = suite.pids("worker")
     try:
         async with trial("D4") as running:
-            memory.num_tokens = fitting
             before = (await asyncio.to_thread(suite.metrics)).get("hedgerow_memory_splits_total", 0)
+            memory.num_tokens = fitting
             # Full batches, one after the other: each failed, before the scheduler was told.
             for number in range(20 * len(running.steps())):
                 asked = running.ledger.ask(*company(number, {}))
@@ -141,13 +138,11 @@ async def test_a_deadly_input_costs_three_workers_at_most_and_none_when_it_is_se
             places = [place, place + 1 + int(step.draw * (COMPANY - 1 - place))] if number % 3 == 2 else [place]
             texts = company(number, dict.fromkeys(places, "ABORT " * 12))
             losses = len(suite.losses())
-            running.faulted("innocents_s")
             sent_s = time.monotonic()
             answer = await ask_partial(suite, texts, encoding_format="base64")
             running.measured("neighbours_s", time.monotonic() - sent_s)
             assert_all_but(answer, texts, dict.fromkeys(places, "input_quarantined"))
-            await suite.ready()
-            died = len(suite.losses()) - losses
+            died = len(await suite.losses_by_now()) - losses
             running.measured("deaths", died / len(places))
             deaths += died
             losses += died

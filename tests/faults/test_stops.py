@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import StartTrial
+from tests.faults.conftest import Report, StartTrial
 from tests.faults.ledger import Sent
 from tests.faults.promises import PROMISES, Promise, measured, schedule
 from tests.faults.rig import Loose, OracleSuite, Process
@@ -26,8 +26,6 @@ from tests.faults.trial import Trial
 from tests.gateway.wire import Wire, request_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-Report = Callable[[str], None]
 
 _BAD_LINE = re.compile(r"^.* (?:ERROR|CRITICAL) .*$|^Traceback.*$", re.MULTILINE)
 _EXIT = re.compile(r"stopped: (?P<name>\S+) \((?P<how>[^)]*)\)")
