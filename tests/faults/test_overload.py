@@ -177,9 +177,9 @@ async def test_clients_that_leave_free_their_places_and_nothing_is_begun_for_the
     await suite.stop_program("worker:worker-1")
     try:
         async with trial("C7") as running:
-            # So that the worker's full steps are known, and a thousand of the clients' are not taken for too many.
-            await offer(running, Load(rate=25, inputs=(8, 8), words=(14, 14)), 100, 1.0)
             for number, _ in enumerate(running.steps()):
+                # So that a new worker's full steps are known, and a thousand clients are not taken for too many.
+                await offer(running, Load(rate=25, inputs=(8, 8), words=(14, 14)), 100 + number, 1.0)
                 await leave(suite, running, number)
     finally:
         await suite.start_program("worker:worker-1")
