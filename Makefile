@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 CHROMIUM := $(VENV)/chromium/chromium
 CHECKED := common gateway scheduler worker tests benchmarks
 
-.PHONY: install up test soak simulate check format bench screenshot clean
+.PHONY: install up test soak simulate check format bench bench-peers screenshot clean
 
 install: $(INSTALLED)
 
@@ -29,7 +29,7 @@ up: install
 test: install $(CHROMIUM)
 	$(BIN)/python -m pytest
 
-# The promises of tests/faults/promises.py at their long counts: about half an hour.
+# The promises of tests/faults/promises.py at their long counts: an hour or more.
 soak: install
 	FAULTS=soak $(BIN)/python -m pytest tests/faults
 

@@ -17,7 +17,7 @@ Checked at every turn of the scheduler or of a worker, at every dispatch, and at
 
 - a request ends once, with the right bits, or with a failure that the weather explains; one whose deadline is far away
   never ends by it;
-- nothing is dispatched after its deadline, and what has lost nothing goes out in the order of arrival within its lane;
+- nothing is dispatched after its deadline, and what has lost nothing goes out in its tenant's order of arrival within its lane;
 - a worker holds between 0 and 2 batches, as it sees it and as the scheduler does;
 - of each request that the scheduler has, every unanswered sequence waits or runs exactly once;
 - no idle worker that is ready stands beside work that waits;
