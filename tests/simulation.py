@@ -17,7 +17,8 @@ Checked at every turn of the scheduler or of a worker, at every dispatch, and at
 
 - a request ends once, with the right bits, or with a failure that the weather explains; one whose deadline is far away
   never ends by it;
-- nothing is dispatched after its deadline, and what has lost nothing goes out in its tenant's order of arrival within its lane;
+- nothing is dispatched after its deadline, and what has lost nothing goes out in the order of arrival in its lane, of
+  each tenant;
 - a worker holds between 0 and 2 batches, as it sees it and as the scheduler does;
 - of each request that the scheduler has, every unanswered sequence waits or runs exactly once;
 - no idle worker that is ready stands beside work that waits;
@@ -67,7 +68,7 @@ from common.protocol import (
     encode,
 )
 from gateway.client import Ledger, OpenRequest, Options
-from scheduler.batching import Part
+from scheduler.batching import MAX_LOSSES, Part
 from scheduler.core import Action, Kill, Scheduler, ToGateway
 from scheduler.fleet import SUSPECT_NS
 from tests.fakes import DIMENSIONS, FACTS, oracle_result, oracle_row
@@ -169,6 +170,7 @@ class Process:
         if self.alive and not self.stopped:
             self.stopped = True
             self.world.note("%s is stopped for %.2f s", self, seconds)
+            self.world.num_worker_losses += len(self.world.workers)  # of a scheduler all connections may break
             self.world.after(int(seconds * SECOND), self.go_on)
 
     def go_on(self) -> None:
@@ -423,6 +425,7 @@ class WorkerProcess(Process):
         self.die()
 
     def die(self) -> None:
+        self.world.num_worker_losses += 1
         super().die()
         if self.dealer is not None:
             self.dealer.close()
@@ -467,6 +470,7 @@ class WorkerProcess(Process):
             self.die()
             return
         if odd < self.world.plan.odd_steps:
+            self.world.num_failed_steps += 1
             self.outcomes.append(BatchFailed(batch.epoch, batch.batch_id, "raised"))
         elif odd < 1.1 * self.world.plan.odd_steps:
             self.world.note("%s answers with a row too few", self)
@@ -682,6 +686,8 @@ class World:
         self.num_events = 0
         self.faulty = True
         self.has_hung = False
+        self.num_worker_losses = 0
+        self.num_failed_steps = 0
         self.pids = itertools.count(1)
         self.numbers = itertools.count(1)
         self.processes: dict[int, Process] = {}
@@ -827,6 +833,7 @@ class World:
             return
         kind = self.rng.choice(("crash", "stop", "hang", "drain", "drain", "drain at once", "break", "half-open"))
         self.note("%s: %s", worker, kind)
+        self.num_worker_losses += 1  # at most: it may die, break off, or be silent for too long
         if kind == "stop":
             seconds = self._stop_s()
             worker.stop(seconds)
@@ -934,7 +941,11 @@ class World:
             raise error
         sent.note_end(error.code)
         self.note("request %d ends with %s", sent.number, error.code)
-        explained = {"input_quarantined", "internal_error", "shutting_down"}
+        explained = {"shutting_down"}
+        if self.num_worker_losses >= MAX_LOSSES:
+            explained.add("input_quarantined")
+        if self.num_worker_losses + self.num_failed_steps >= MAX_LOSSES:
+            explained.add("internal_error")
         if any((sequence == NOT_FINITE).any() for sequence in sent.sequences):
             explained.add("nonfinite_output")
         if not sent.is_far:
