@@ -66,6 +66,7 @@ ODD_VALUES: tuple[Any, ...] = (
     CANARY, CANARY * 200, f"{CANARY}` - at `$.lane`", f"' {CANARY} - at `$.model`\n", f"%s{{0}}{CANARY}\r\nX: 1",
     f"<script>{CANARY}</script>", f"../../{CANARY}", "\U0001f468\u200d\U0001f469\u200d\U0001f467" * 20, "e\u0301" * 500,
     [], {}, [[]], [{}], [[[]]], [None], [0], [[0]], ["w1"], ["w1", 1], [1, "w1"], [["w1"]], [["w1"], "w1"], ["w1"] * 30,
+    ["w1"] * 21, [""] * 30, [[1]] * 30, ["w1", ["w1"]] * 15, [CANARY] * 21,
     {"text": "w1"}, {"text": CANARY}, {CANARY: CANARY}, {"": ""}, {"text": {"text": "w1"}}, [{"text": None}],
     {"image_url": f"http://{CANARY}/"}, [[1, [2, [3, [4]]]]], [-1], [64], [[1e30]], [2**63], [True], [[1, True]],
 )  # fmt: skip
