@@ -62,6 +62,7 @@ from scheduler.fleet import (
     without,
 )
 from scheduler.quarantine import Quarantine
+from scheduler.steptime import StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,11 @@ _LAG_NS = 500_000_000
 # Somebody came in a lane within so long: more may come.
 _PRESENT_NS = 1_000_000_000
 
-# While lanes above are in use, work of the ones below runs in steps of this part of a full one's time.
-_PART_OF_STEP = 3
+# While lanes above are in use, work of the ones below runs in steps of the smallest of these parts of a full one's time
+# that still does most of its tokens a millisecond. Where reading the weights is much of a step, as on a CPU, a third
+# of one does half of its work, and who waits for the backfill pays more than who came online gains.
+_PARTS_OF_STEP = (3, 2, 1.5)
+_LEAST_RATE = 0.85
 
 _DEFAULT_PIECE_TOKENS = 1024  # until a worker has told its own budget
 
@@ -670,9 +674,7 @@ class Scheduler:
         most = small = self._fleet.most_tokens(worker)
         online, score = self._is_present("online", now_ns), self._is_present("score", now_ns)
         if online or score:
-            full_ms = worker.step_time.predict_ms(most, TYPICAL_LENGTH)
-            if full_ms is not None:
-                small = worker.step_time.budget(full_ms / _PART_OF_STEP, TYPICAL_LENGTH, most)
+            small = _small_step(worker.step_time, most)
         return {"online": most, "score": small if online else most, "backfill": small}
 
     def _is_present(self, lane: str, now_ns: int) -> bool:
@@ -718,6 +720,19 @@ class Scheduler:
         # An idle fleet makes no progress, and needs none: count from the oldest batch that still runs.
         since_ns = max([self._last_progress_ns, *([min(b.sent_ns for b in running)] if running else [])])
         return now_ns - since_ns < allowed_ns
+
+
+def _small_step(step_time: StepTime, most: int) -> int:
+    """The tokens of a small step of a worker whose full one has `most`: these, as long as nothing is known of it."""
+    full_ms = step_time.predict_ms(most, TYPICAL_LENGTH)
+    if full_ms is None:
+        return most
+    for part in _PARTS_OF_STEP:
+        small = step_time.budget(full_ms / part, TYPICAL_LENGTH, most)
+        small_ms = step_time.predict_ms(small, TYPICAL_LENGTH)
+        if small_ms is not None and small * full_ms >= _LEAST_RATE * most * small_ms:
+            return small
+    return most
 
 
 def version_refusal(version: int) -> Refuse:

@@ -38,7 +38,8 @@ from common.protocol import (
     decode,
     encode,
 )
-from scheduler.core import Action, Kill, Scheduler
+from scheduler.core import Action, Kill, Scheduler, _small_step
+from scheduler.steptime import StepTime
 from tests.fakes import DIMENSIONS, FACTS, oracle_row, oracle_rows, oracle_vector
 from tests.rogue import mutated
 
@@ -1610,3 +1611,19 @@ def test_nothing_is_polled_for_a_worker_that_is_silent(rig: Rig) -> None:
     rig.request(2, [2] * 5)
     rig.tick(1200 * MS)
     assert rig.core.next_tick_ns() > rig.now_ns
+
+
+@pytest.mark.parametrize(
+    ("fixed_ms", "small"),
+    [
+        pytest.param(0, range(150, 175), id="a third, where a token costs the same in any step"),
+        pytest.param(10, range(215, 240), id="half, where a third would do three quarters of the work"),
+        pytest.param(200, range(512, 513), id="all, where most of a step is its start"),
+    ],
+)
+def test_a_small_step_is_as_small_as_is_worth_its_start(fixed_ms: float, small: range) -> None:
+    step_time = StepTime()
+    for num_tokens in range(16, 513, 16):
+        for _ in range(5):
+            step_time.observe(num_tokens, 100, int((fixed_ms + 0.17 * num_tokens) * 1000))
+    assert _small_step(step_time, 512) in small
