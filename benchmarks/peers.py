@@ -226,7 +226,7 @@ def start_all(args: argparse.Namespace, model: str, folder: Path, logs: Path) ->
     for dtype in args.dtypes:
         command = [*hedgerow, "--device", "cpu", "--dtype", dtype, "--model", str(folder), "--gateways", "1"]
         command += ["--served-model-name", model]
-        command += ["--workers", "1", "--threads", str(args.threads), "--run-dir", str(logs / dtype)]
+        command += ["--workers", str(args.threads), "--threads", "1", "--run-dir", str(logs / dtype)]
         name = f"hedgerow {dtype}"
         starts[name] = lambda name=name, command=command: _serve(name, command, model, args, logs)
     infinity = [str(pythons["infinity"].with_name("infinity_emb")), "v2", "--model-id", str(folder)]

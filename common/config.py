@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -151,7 +152,7 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
         2, "gateway processes, which share the port; with one, a planned restart refuses connections"
     )
     workers: str = _option(  # type: ignore[assignment]  # resolved to a number before any process loads it
-        "auto", "workers: a number, or auto (one a GPU; on a CPU one)"
+        "auto", "workers: a number, or auto (one a GPU; on a CPU one a core, fewer where the model is large)"
     )
 
     def __post_init__(self) -> None:
@@ -245,6 +246,16 @@ def visible_cuda_devices() -> list[str] | None:
     """The devices that CUDA_VISIBLE_DEVICES allows; None where it is not set."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [device for device in text.split(",") if device.strip()]
+
+
+def usable_cpus() -> int:
+    """How many CPUs' time this process may use; a container with a quota still sees all of them."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        allowed = max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no such file (version 1), or the quota is "max"
+        allowed = sys.maxsize
+    return min(len(os.sched_getaffinity(0)), allowed)
 
 
 def path_with(folder: str) -> str:

@@ -32,7 +32,7 @@ from common import config as configuration
 from common import log, metrics
 from common.config import Config, InspectConfig, ServeConfig
 from common.errors import EX_BUSY, EX_CONFIG, EX_FAILURE, EX_USAGE
-from common.models import ModelNotFound, find_model
+from common.models import ModelFolder, ModelNotFound, find_model
 from common.transport import AddressInUse, Lock, address, prepare_run_dir
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,12 @@ _PR_SET_PDEATHSIG = 1
 _MAX_BACKOFF_S = 30
 _UNCOUNTED_BACKOFF_S = 5.0
 _STOP_MARGIN_S = 5
+
+# Where the operator names no number of workers, those on a CPU have at most so many copies of the weights (as they are
+# in the files), and are so many: each takes some 300 MB besides.
+_CPU_WEIGHT_BYTES = 1 << 30
+_MAX_CPU_WORKERS = 8
+
 _USAGE = """usage: hedgerow COMMAND [flags]
 
   serve [MODEL]   the whole suite on this host, under supervisord
@@ -266,7 +272,7 @@ def _serve(flags: list[str]) -> int:
         environment = configuration.to_environment(config)
         environment["HEDGEROW_MODEL"] = str(model.path)
         environment["HEDGEROW_SERVED_MODEL_NAME"] = config.served_model_name or model.name
-        environment["HEDGEROW_WORKERS"] = str(_num_workers(config))
+        environment["HEDGEROW_WORKERS"] = str(_num_workers(config, model))
         conf = _write_supervisord_conf(config.run_dir, environment)
     except (ModelNotFound, StartRefused, AddressInUse, OSError, ValueError) as error:
         sys.stderr.write(f"hedgerow serve: {error}\n")
@@ -318,16 +324,30 @@ def _check_port(host: str, port: int) -> None:
         raise StartRefused("--port 0 is no address that a client could use. Choose a free port.")
 
 
-def _num_workers(config: ServeConfig) -> int:
+def _num_workers(config: ServeConfig, model: ModelFolder) -> int:
     if config.workers != "auto":
         return int(config.workers)
+    return _num_gpus(config) or _num_cpu_workers(config, model)
+
+
+def _num_gpus(config: ServeConfig) -> int:
+    """That this user may see, counted without loading torch."""
     if config.device == "cpu":
-        return 1
-    # One a GPU that this user may see, counted without loading torch.
+        return 0
     visible = configuration.visible_cuda_devices()
-    if visible is not None:
-        return max(1, len(visible))
-    return max(1, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if visible is None else len(visible)
+
+
+def _num_cpu_workers(config: ServeConfig, model: ModelFolder) -> int:
+    """As many as there are threads to give each one, unless their copies of the weights took too much memory.
+
+    Threads of one step wait for each other after each operation, and an operation of a small model is short. Measured
+    on 2026-11-30 with all-MiniLM-L6-v2 on two cores, steps of 512 tokens: two workers of a thread each do 1.6 times
+    what one worker of two threads does in float32, twice as much in bfloat16.
+    """
+    num_threads = 1 if config.threads == "auto" else int(config.threads)
+    num_copies = _CPU_WEIGHT_BYTES // max(model.weight_bytes(), 1)
+    return max(1, min(configuration.usable_cpus() // num_threads, num_copies, _MAX_CPU_WORKERS))
 
 
 def _write_supervisord_conf(run_dir: str, environment: dict[str, str]) -> Path:

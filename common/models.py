@@ -20,6 +20,10 @@ class ModelFolder:
     name: str  # what clients call it unless the operator says otherwise
     path: Path
 
+    def weight_bytes(self) -> int:
+        """How much its files of weights have on the disk."""
+        return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+
 
 @dataclass(frozen=True, slots=True)
 class _PackagedModel:

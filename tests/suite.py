@@ -38,7 +38,7 @@ class Suite:
             command
             or [
                 *(sys.executable, "-c", "import sys; from common.launch import main; sys.exit(main())", "serve"),
-                *("--device", "cpu", "--port", str(self.port), "--run-dir", run_dir, *flags),
+                *("--device", "cpu", "--workers", "1", "--port", str(self.port), "--run-dir", run_dir, *flags),
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,

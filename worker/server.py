@@ -14,17 +14,15 @@ import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 
 from common import transport
-from common.config import visible_cuda_devices
+from common.config import usable_cpus, visible_cuda_devices
 from common.errors import ProtocolError
 from common.metrics import Metrics, open_metrics
 from common.models import find_model
@@ -201,13 +199,4 @@ def _build(config: WorkerConfig, metrics: Metrics) -> Engine:
 def _num_threads(config: WorkerConfig) -> int:
     if config.threads != "auto":
         return int(config.threads)
-    return max(1, min(len(os.sched_getaffinity(0)), _cgroup_cpus()) // config.workers)
-
-
-def _cgroup_cpus() -> int:
-    """How many CPUs' time this process's control group may use; a container with a quota still sees all of them."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, int(quota) // int(period))
-    except (OSError, ValueError):  # no such file (version 1), or the quota is "max"
-        return sys.maxsize
+    return max(1, usable_cpus() // config.workers)

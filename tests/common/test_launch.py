@@ -16,6 +16,7 @@ import pytest
 
 from common import launch
 from common.config import ServeConfig, to_environment
+from common.models import ModelFolder
 from common.transport import prepare_run_dir
 
 
@@ -64,6 +65,34 @@ def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> No
     assert parser["unix_http_server"]["file"] == f"{run_dir}/supervisor.sock"
     assert "inet_http_server" not in parser
     assert {parser[name]["stopwaitsecs"] for name in parser.sections() if "program:" in name} == {"105"}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "weight_bytes", "flags", "workers"),
+    [
+        (4, 90_000_000, {}, 4),
+        (64, 90_000_000, {}, 8),
+        (4, 500_000_000, {}, 2),
+        (4, 2_400_000_000, {}, 1),
+        (4, 0, {}, 4),
+        (4, 90_000_000, {"threads": "2"}, 2),
+        (4, 90_000_000, {"threads": "8"}, 1),
+        (4, 90_000_000, {"workers": "3"}, 3),
+    ],
+)
+def test_on_a_cpu_there_are_as_many_workers_as_cores_and_copies_of_the_weights_allow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpus: int,
+    weight_bytes: int,
+    flags: dict[str, str],
+    workers: int,
+) -> None:
+    monkeypatch.setattr("common.config.usable_cpus", lambda: cpus)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(weight_bytes)
+    config = ServeConfig(run_dir="unused", device="cpu", **flags)
+    assert launch._num_workers(config, ModelFolder("m", tmp_path)) == workers
 
 
 def test_a_value_that_supervisord_cannot_take_is_refused() -> None:
