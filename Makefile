@@ -26,8 +26,13 @@ $(CHROMIUM): tests/chromium.py | $(INSTALLED)
 up: install
 	$(BIN)/hedgerow serve
 
+# First what is measured or starts whole suites, with the machine to itself; then the rest, one of them on each core, where
+# torch's threads would wait for each other.
+WHOLE_SUITES := tests/faults tests/benchmarks tests/test_system.py
+
 test: install $(CHROMIUM)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WHOLE_SUITES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(WHOLE_SUITES:%=--ignore %)
 
 # The promises of tests/faults/promises.py at their long counts: an hour or more.
 soak: install

@@ -74,9 +74,9 @@ def tokenizer(folder: Path) -> Tokenizer:
 def test_the_first_tokens_of_a_very_long_text_are_found_in_a_moment(
     text: str, folder: Path, tokenizer: Tokenizer
 ) -> None:
-    began_s = time.monotonic()
+    began_s = time.process_time()
     [ids] = tokenizer.encode([text], CUT)
-    taken_s = time.monotonic() - began_s
+    taken_s = time.process_time() - began_s
 
     # Of plain words a beginning decides, and the whole would take seconds.
     whole = load_tokenizer((folder / "tokenizer.json").read_bytes()).encode(text[:1_000_000])
@@ -87,13 +87,13 @@ def test_the_first_tokens_of_a_very_long_text_are_found_in_a_moment(
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_where_nothing_may_be_cut_a_very_long_text_is_refused_unread(text: str, tokenizer: Tokenizer) -> None:
-    began_s = time.monotonic()
+    began_s = time.process_time()
 
     with pytest.raises(InvalidRequest) as refusal:
         tokenizer.encode(["a", text], REFUSE)
 
     assert (refusal.value.code, refusal.value.param) == ("input_too_long", "input[1]")
-    assert time.monotonic() - began_s < LONGEST_S / 10
+    assert time.process_time() - began_s < LONGEST_S / 10
 
 
 def blanks(size: int) -> str:
@@ -118,9 +118,9 @@ def minilm() -> Tokenizer:
 def test_a_text_of_hardly_any_tokens_is_not_read_to_its_end(
     minilm: Tokenizer, text: str, ids: list[int], direction: Direction
 ) -> None:
-    began_s = time.monotonic()
+    began_s = time.process_time()
     [found] = minilm.encode([text], TruncationRule(allowed=True, direction=direction))
-    assert time.monotonic() - began_s < 0.3  # a hundredth of a second; all of it would take whole seconds
+    assert time.process_time() - began_s < 0.3  # a hundredth of a second; all of it would take whole seconds
     assert found.tolist() == ids
 
 
@@ -140,7 +140,7 @@ def test_of_a_text_of_hardly_any_tokens_those_of_its_beginning_or_end_are_taken(
     ids=["before", "behind"],
 )
 def test_blank_space_that_repeats_itself_does_not_count(minilm: Tokenizer, text: str, direction: Direction) -> None:
-    began_s = time.monotonic()
+    began_s = time.process_time()
     [found] = minilm.encode([text], TruncationRule(allowed=True, direction=direction))
-    assert time.monotonic() - began_s < 0.3
+    assert time.process_time() - began_s < 0.3
     assert found.tolist() == [101, 4419, 2773, 102]

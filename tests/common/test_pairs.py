@@ -255,9 +255,9 @@ def minilm() -> Path:
 
 def test_of_an_over_long_document_only_a_part_is_read(minilm: Path) -> None:
     pairs = pairs_of(minilm, max_tokens=256, vocab_size=30_522)
-    began = time.monotonic()
+    began = time.process_time()
     [pair] = pairs.encode("which one?", ["字" * 5_000_000], RIGHT)
-    assert time.monotonic() - began < 1.0  # the whole takes several seconds
+    assert time.process_time() - began < 1.0  # the whole takes several seconds
     [expected] = pairs.encode("which one?", ["字" * 300], RIGHT)
     assert rows([pair]) == rows([expected])
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from tests.faults.ledger import Ledger, Sent
 from tests.faults.promises import Promise, Step, measured, schedule
 from tests.faults.rig import OracleSuite
+from tests.timing import TooSlow
 
 # What has no reason to move unless a test names it.
 _STILL = ("hedgerow_worker_losses_total", "hedgerow_protocol_errors_total")
@@ -111,7 +112,6 @@ class Trial:
         broken = [f"{sent.request_id} {sent.outcome}: {sent.detail}" for sent in failures]
         self._measure_stalls()
         texts, off = measured(self.promise.figures, self._series)
-        broken += off
         named = {name for key in exactly for name in ((key,) if isinstance(key, str) else key)}
         still = [name for name in self.moved if name.startswith(_STILL) and name not in named | unknown]
         for key, expected in [*exactly.items(), *((name, 0) for name in still)]:
@@ -124,7 +124,9 @@ class Trial:
         line = f"{self.promise.name} seed {self.seed}: {len(self.ledger.sent)} requests: {outcomes}; " + "; ".join(
             texts
         )
-        assert not broken, "\n".join([line, *broken[:40], self.suite.log()[-6000:]])
+        assert not broken, "\n".join([line, *broken[:40], *off, self.suite.log()[-6000:]])
+        if off:
+            raise TooSlow("\n".join([line, *off, self.suite.log()[-6000:]]))
         return line
 
     def answers(self) -> dict[str | tuple[str, ...], float]:

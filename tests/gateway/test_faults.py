@@ -21,6 +21,7 @@ from common.protocol import ModelFacts
 from gateway.client import Embedded, Options
 from tests.gateway.conftest import DIMENSIONS, Running, Serve, Stub, vector, with_tokenizer
 from tests.gateway.wire import ask, embed
+from tests.timing import assert_in_time
 
 W5_W6 = [1, 9, 10, 2]
 
@@ -135,9 +136,9 @@ async def test_texts_of_megabytes_hold_up_neither_health_nor_short_texts(serve: 
     sent = [row["sequences"] for row in running.stub.submitted if len(row["sequences"]) == 2]
     assert [len(sequences[0]) for sequences in sent[:3]] == [256, 3, 256]  # a word of a million letters is unknown
     assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "input_too_long", "input[1]")
-    assert long_s < 10
-    assert float(np.percentile(health_s, 99)) < 0.2
-    assert max(short_s) < 2.0
+    assert_in_time(long_s, 10)
+    assert_in_time(float(np.percentile(health_s, 99)), 0.2)
+    assert_in_time(max(short_s), 2.0)
 
 
 @pytest.mark.slow
@@ -164,4 +165,4 @@ async def test_health_answers_at_once_while_every_tokenizer_thread_is_busy(serve
         await asyncio.sleep(0.02)
     done.set()
     assert sum(await asyncio.gather(*beside)) >= 12  # they were at it all the while
-    assert float(np.percentile(times_s, 99)) < 0.5
+    assert_in_time(float(np.percentile(times_s, 99)), 0.5)

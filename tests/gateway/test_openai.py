@@ -26,6 +26,7 @@ from gateway.encoding import Threads
 from gateway.schema import is_served
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
+from tests.timing import assert_in_time
 
 T = TypeVar("T")
 
@@ -460,8 +461,9 @@ async def test_a_deadline_is_kept_while_the_input_is_tokenized(serve: Serve) -> 
     began = time.monotonic()
     answer = await ask(running.port, "POST", "/v1/embeddings", body, {"X-Request-Timeout-Ms": "300"})
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
-    assert time.monotonic() - began < 1.5  # the whole takes several seconds
+    taken_s = time.monotonic() - began
     assert running.stub.submitted == []
+    assert_in_time(taken_s, 1.5)  # the whole takes several seconds
 
 
 async def test_a_tokenizer_file_that_was_changed_is_not_used(serve: Serve, facts: ModelFacts) -> None:
