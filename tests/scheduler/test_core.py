@@ -1394,6 +1394,50 @@ def learn(rig: Rig) -> None:
         run(rig, batch, len(batch.token_ids))
 
 
+def run_beside(rig: Rig, *num_tokens: int) -> dict[bytes, list[Batch]]:
+    """Two workers that take a millisecond a token are asked for so much, one thing after the other; who is given what.
+
+    The first thing is for the first worker, the second for the other.
+    """
+    learn(rig)
+    rig.hello(b"w1")
+    for count in (4, 16, 64):
+        rig.request(200 + count, [1] * 64, lane="backfill")
+        rig.request(300 + count, [1] * count, lane="backfill")
+        for peer, ms in ((b"w0", 64), (b"w1", count)):
+            (batch,) = rig.take(Batch, peer)
+            rig.finish(batch, peer, step_us=ms * 1000)
+    rig.take(Reply)
+    for request_id, count in enumerate(num_tokens, start=1):
+        rig.request(request_id, [request_id] * count, lane="backfill", deadline_s=rig.now_ns / SECOND + 0.05)
+    return {peer: rig.take(Batch, peer) for peer in (b"w0", b"w1")}
+
+
+def test_what_waits_is_not_put_behind_a_long_step_while_another_worker_is_through_sooner(rig: Rig) -> None:
+    given = run_beside(rig, 64, 4, 4, 5)
+    assert [[len(batch.token_ids) for batch in batches] for batches in given.values()] == [[64], [4, 4]]
+    rig.tick(4 * MS)
+    rig.finish(given[b"w1"][0], b"w1", step_us=4000)
+    (batch,) = rig.take(Batch, b"w1")
+    rig.tick(9 * MS)
+    rig.finish(given[b"w1"][1], b"w1", step_us=4000)
+    rig.finish(batch, b"w1", step_us=5000)
+    assert [reply.request_id for reply in rig.take(Reply)] == [2, 3, 4]
+    assert rig.take(Failure) == []
+
+
+def test_a_worker_in_a_long_step_has_its_next_batch_before_it_ends_though_another_was_to_be_through_sooner(
+    rig: Rig,
+) -> None:
+    run_beside(rig, 40, 4, 4, 5)
+    rig.tick(37 * MS)
+    assert rig.take(Batch) == []
+    wake_ns = rig.core.next_tick_ns()
+    assert 38 * MS <= wake_ns - rig.now_ns + 37 * MS < 39 * MS
+    rig.tick(wake_ns - rig.now_ns)
+    assert [ids(batch) for batch in rig.take(Batch, b"w0")] == [[4] * 5]
+
+
 def test_a_second_batch_is_sent_at_once_while_nobody_is_online(rig: Rig) -> None:
     learn(rig)
     rig.tick(2 * SECOND)
