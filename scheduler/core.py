@@ -353,8 +353,7 @@ class Scheduler:
                 sum(part.num_sequences for part in parts),
             )
             # Only what it was running can have to do with its end.
-            blameless = reason in {"desynchronized", "reconnected"}
-            running = batches[0].parts if batches and not blameless else []
+            running = batches[0].parts if batches and _may_have_run(worker, reason) else []
             suspects = [with_loss(part) for part in running]
             for part in suspects:
                 self._quarantine.blame(part, now_ns)
@@ -720,6 +719,13 @@ class Scheduler:
         # An idle fleet makes no progress, and needs none: count from the oldest batch that still runs.
         since_ns = max([self._last_progress_ns, *([min(b.sent_ns for b in running)] if running else [])])
         return now_ns - since_ns < allowed_ns
+
+
+def _may_have_run(worker: Worker, reason: str) -> bool:
+    """Whether a worker that is lost for this reason may have run the first of the batches that it was sent."""
+    if reason in {"desynchronized", "reconnected"}:
+        return False
+    return reason == "bad_result" or not worker.is_empty_handed
 
 
 def _small_step(step_time: StepTime, most: int) -> int:

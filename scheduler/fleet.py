@@ -55,6 +55,10 @@ _HANDOVER_SHARE = 0.05
 MISSING_NS = 2_000_000_000
 _MAX_MISSING = 2  # a connection may break and come back; twice in a row, and it is the worker that cannot be understood
 
+# Two beats so far apart were not both under way when the batch was that both tell nothing of: it has not arrived by the
+# second. A beat comes each quarter of a second.
+_CROSSING_NS = 200_000_000
+
 _REST_NS = 1_000_000_000
 _SHORT_OF_MEMORY_NS = 60_000_000_000  # how long a worker gets smaller batches
 
@@ -88,7 +92,8 @@ class Worker:
     replaced: frozenset[bytes] = frozenset()  # the peers that this process was before
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
     short_since_ns: int | None = None  # since when its beats tell of fewer batches than were sent
-    held: int = 0  # batches, by its last beat
+    held: int = 0  # batches of this scheduler's, by its last beat
+    beat_ns: int = 0  # when that came
     num_missing: int = 0  # how often what it was sent never arrived, without any result since
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
@@ -101,6 +106,12 @@ class Worker:
     @property
     def num_tokens(self) -> int:
         return sum(batch.num_tokens for batch in self.in_flight.values())
+
+    @property
+    def is_empty_handed(self) -> bool:
+        """Whether it has told that nothing of what it was sent has arrived."""
+        since_ns = self.short_since_ns
+        return self.held == 0 and since_ns is not None and self.beat_ns - since_ns >= _CROSSING_NS
 
     def busy_ns(self, now_ns: int) -> int:
         """How long it will take for what it holds, as predicted."""
@@ -311,9 +322,13 @@ class Fleet:
         return recovered
 
     def on_beat(self, worker: Worker, beat: Beat, now_ns: int) -> None:
-        """A beat may cross a batch on its way; where they go on missing one, it never arrived."""
-        worker.held = beat.num_held
-        if beat.epoch != self._epoch or beat.num_held >= len(worker.in_flight):
+        """A beat may cross a batch on its way; where they go on missing one, it never arrived.
+
+        Nor has anything at a worker that still speaks of another scheduler's epoch: it takes nothing of this one's.
+        """
+        worker.held = beat.num_held if beat.epoch == self._epoch else 0
+        worker.beat_ns = now_ns
+        if worker.held >= len(worker.in_flight):
             worker.short_since_ns = None
         elif worker.short_since_ns is None:
             worker.short_since_ns = now_ns

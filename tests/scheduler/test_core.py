@@ -1143,6 +1143,61 @@ def test_a_batch_that_never_arrived_runs_again_without_blame(rig: Rig) -> None:
     assert len(rig.take(Reply)) == 1
 
 
+@pytest.mark.parametrize(("epoch", "held"), [(EPOCH, 0), (EPOCH - 1, 2)])
+def test_an_input_that_never_arrived_is_not_blamed_for_its_workers_death(rig: Rig, epoch: int, held: int) -> None:
+    rig.request(1, [1])
+    for number in range(5):
+        peer, following = b"w%d" % number, b"w%d" % (number + 1)
+        assert [ids(batch) for batch in rig.take(Batch, peer)] == [[1]]
+        for _ in range(2):
+            rig.tick(250 * MS)
+            rig.worker(Beat(epoch, held), peer)  # it holds none, or only what another scheduler had sent
+        rig.gateway(Beat(EPOCH, 1))
+        rig.worker_lost(peer)
+        rig.hello(following)
+    rig.request(2, [2])
+    first, _ = rig.take(Batch, b"w5")
+    rig.finish(first, b"w5")
+    assert [reply.request_id for reply in rig.take(Reply)] == [1]
+    assert rig.take(Failure) == []
+
+
+@pytest.mark.parametrize(
+    "beats",
+    [
+        pytest.param([(1, 0)], id="crossed"),
+        pytest.param([(1, 0), (2, 0)], id="read at once"),
+        pytest.param([(1, 0), (251, 1)], id="arrived"),
+    ],
+)
+def test_a_beat_that_may_be_older_than_a_batch_does_not_clear_its_input(rig: Rig, beats: list[tuple[int, int]]) -> None:
+    rig.request(1, [666])
+    for number in range(3):
+        peer, following = b"w%d" % number, b"w%d" % (number + 1)
+        rig.take(Batch, peer)
+        sent_ns = rig.now_ns
+        for after_ms, held in beats:
+            rig.tick(sent_ns + after_ms * MS - rig.now_ns)
+            rig.worker(Beat(EPOCH, held), peer)
+        rig.tick(500 * MS)
+        rig.worker_lost(peer)
+        rig.hello(following)
+    assert [failure.code for failure in rig.take(Failure)] == ["input_quarantined"]
+
+
+def test_an_answer_that_makes_no_sense_is_held_against_its_input_whatever_beats_say(rig: Rig) -> None:
+    rig.request(1, [666])
+    for number in range(3):
+        peer, following = b"w%d" % number, b"w%d" % (number + 1)
+        (batch,) = rig.take(Batch, peer)
+        for _ in range(2):
+            rig.tick(250 * MS)
+            rig.worker(Beat(EPOCH, 0), peer)
+        rig.worker(Result(EPOCH, batch.batch_id, 1, NO_NUMBERS, oracle_rows(batch)[:0]), peer)
+        rig.hello(following)
+    assert [failure.code for failure in rig.take(Failure)] == ["input_quarantined"]
+
+
 def test_a_batch_that_was_sent_before_one_whose_result_has_come_never_arrived_and_runs_again(rig: Rig) -> None:
     rig.request(1, [1])
     rig.request(2, [2])
