@@ -72,6 +72,10 @@ PING_NS = 250_000_000
 # joins again and sends it again.
 _GATEWAY_LOST_NS = 5_000_000_000
 
+# A worker whose connection is gone has died, and is heard of as a death in milliseconds, or in a second where a GPU's
+# memory has to be given back first; or it lives, and introduces itself again within a second. For neither so long.
+_FATE_NS = 5_000_000_000
+
 # The least time without a finished batch that counts as no progress.
 _STALLED_NS = 10_000_000_000
 
@@ -112,6 +116,15 @@ class Kill:
 Action: TypeAlias = ToGateway | ToWorker | Kill
 
 
+@dataclass(frozen=True, slots=True)
+class _Accused:
+    """What would be in quarantine if the worker that was running it has died, and not just its connection."""
+
+    pid: int
+    parts: list[Part]  # with that loss
+    until_ns: int
+
+
 @dataclass(slots=True, eq=False)
 class _Gateway:
     peer: bytes
@@ -150,6 +163,7 @@ class Scheduler:
         self._fleet = Fleet(epoch, latency_target_ms)
         # An epoch is random, new at every start, and told to nobody but our own processes.
         self._quarantine = Quarantine(epoch.to_bytes(8, "little"))
+        self._accused: dict[bytes, _Accused] = {}  # by the worker that is gone
         self._gateways: dict[bytes, _Gateway] = {}
         self._facts: ModelFacts | None = None
         self._metrics = metrics
@@ -214,6 +228,8 @@ class Scheduler:
         worker = self._fleet.get(peer)
         if worker is not None:
             self._lose(worker, reason, now_ns)
+        elif reason == "exited":
+            self._judge(peer, now_ns, has_died=True)
         return self._take_actions(now_ns)
 
     def on_gateway_lost(self, peer: bytes, reason: str, now_ns: int) -> list[Action]:
@@ -224,8 +240,8 @@ class Scheduler:
         return self._take_actions(now_ns)
 
     def knows(self, peer: bytes) -> bool:
-        """Whether this gateway or worker is one that was let in and is not lost."""
-        return peer in self._gateways or self._fleet.get(peer) is not None
+        """Whether this gateway or worker is one that was let in and is not lost, or whose end is still of interest."""
+        return peer in self._gateways or peer in self._accused or self._fleet.get(peer) is not None
 
     def on_tick(self, now_ns: int) -> list[Action]:
         """What time brings: pulses, expired requests, lost peers. Call it at `next_tick_ns`, or sooner."""
@@ -235,6 +251,8 @@ class Scheduler:
             self._lose(worker, reason, now_ns)
         for worker, batches in self._fleet.take_missing(now_ns):
             self._run_again(worker, batches, now_ns)
+        for peer in [peer for peer, accused in self._accused.items() if accused.until_ns <= now_ns]:
+            self._judge(peer, now_ns, has_died=False)
         for gateway in [g for g in self._gateways.values() if now_ns - g.last_heard_ns >= _GATEWAY_LOST_NS]:
             self._lose_gateway(gateway, "silent")
         if self._fleet.ready(now_ns):
@@ -297,6 +315,8 @@ class Scheduler:
         if known is not None:
             known.last_heard_ns = now_ns
             return
+        for gone in [gone for gone, accused in self._accused.items() if accused.pid == hello.pid]:
+            self._judge(gone, now_ns, has_died=False)
         former = self._fleet.named(hello.name)
         replaced: frozenset[bytes] = frozenset()
         if former is not None and former.pid == hello.pid:
@@ -355,9 +375,19 @@ class Scheduler:
             # Only what it was running can have to do with its end.
             running = batches[0].parts if batches and _may_have_run(worker, reason) else []
             suspects = [with_loss(part) for part in running]
-            for part in suspects:
-                self._quarantine.blame(part, now_ns)
-            parts[: len(suspects)] = suspects
+            parts = parts[len(suspects) :]
+            if reason == "disconnected" and any(part.losses >= MAX_LOSSES for part in suspects):
+                self._accused[worker.peer] = _Accused(worker.pid, suspects, now_ns + _FATE_NS)
+            else:
+                self._blame(suspects, now_ns)
+        for part in parts:
+            self._retry(part, now_ns)
+        self._announce(now_ns)
+
+    def _blame(self, parts: list[Part], now_ns: int) -> None:
+        """Run sequences again that have lost a worker, or refuse them and all copies that wait, if it was the third."""
+        for part in parts:
+            self._quarantine.blame(part, now_ns)
         for part in parts:
             self._retry(part, now_ns)
         deadly = [part for part in parts if part.losses >= MAX_LOSSES]
@@ -365,7 +395,21 @@ class Scheduler:
             logger.warning("an input of %d tokens is in quarantine: three workers died of it", part.num_tokens)
         for pending in self._queue.pending() if deadly else ():
             self._refuse_deadly(self._quarantine.parted(Part(pending, 0, len(pending.request.lengths)), now_ns))
-        self._announce(now_ns)
+
+    def _judge(self, peer: bytes, now_ns: int, *, has_died: bool) -> None:
+        """What became of a worker whose connection was gone is known, or as good as: so is whether its input is deadly.
+
+        Else it runs again, alone as before, and without that loss. Only the third loss waits for this. After one or two
+        an input runs at once, among suspects or alone, since to be one for nothing costs it no more than that.
+        """
+        accused = self._accused.pop(peer, None)
+        if accused is None:
+            return
+        if has_died:
+            self._blame(accused.parts, now_ns)
+            return
+        for part in accused.parts:
+            self._retry(replace(part, losses=part.losses - 1), now_ns)
 
     def _run_again(self, worker: Worker, batches: list[InFlight], now_ns: int) -> None:
         """Queue again what never arrived at a worker: a connection that breaks may come back, without what it took."""
@@ -587,7 +631,10 @@ class Scheduler:
         self._actions.extend(ToGateway(peer, message) for message in messages)
 
     def _retry(self, part: Part, now_ns: int) -> None:
-        if not part.pending.settled and self._enqueue(part, now_ns):
+        pending = part.pending
+        if pending.settled or (self._facts is not None and self._refuse_other_model(pending, self._facts)):
+            return
+        if self._enqueue(part, now_ns):
             self._metrics.retried_sequences.inc(part.num_sequences)
 
     def _enqueue(self, part: Part, now_ns: int) -> bool:

@@ -157,9 +157,11 @@ class Server:
         introductions: list[tuple[bytes, Join | Hello]] = []
         if side.router.socket in ready or gone or (exited and side.router.socket.poll(_LAST_WORDS_MS)):
             introductions = self._receive(side)
-        for peer, reason in [*((peer, "exited") for peer in exited), *((peer, "disconnected") for peer in gone)]:
+        for peer in exited:
             side.forget(peer)
-            self._perform(side.on_lost(peer, reason, now_ns()))
+            self._perform(side.on_lost(peer, "exited", now_ns()))
+        for peer in gone:  # its process may end only now, which the core may want to know; else see `_check_bound`
+            self._perform(side.on_lost(peer, "disconnected", now_ns()))
         for peer, message in introductions:
             if peer in exited:
                 continue  # it had come back as somebody new, and died

@@ -145,7 +145,7 @@ class FakeWorker:
 
     `answer` returns the message to send, its frames where they are to be odd, or None to say nothing. Its process,
     which a scheduler may kill, is a child that does nothing. Stop it with `close`; `mute` has it say nothing more, as
-    if it were stopped.
+    if it were stopped, `hang_up` ends its connection and leaves the process.
     """
 
     def __init__(
@@ -170,25 +170,28 @@ class FakeWorker:
         self._thread.start()
 
     def close(self) -> None:
-        if self._stop.is_set():
-            return
-        self._stop.set()
-        self._thread.join()
         self.process.kill()
         self.process.wait()
-        self._dealer.close()
-        self._context.term()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            self._dealer.close()
+            self._context.term()
 
     def mute(self) -> None:
         self._mute.set()
 
     def _run(self) -> None:
         epoch: int | None = None
+        num_held = 0
         while not self._stop.is_set():
             if self._mute.is_set():
                 self._stop.wait(0.02)
                 continue
-            self._dealer.send(self._hello if epoch is None else Beat(epoch, 0))
+            self._dealer.send(self._hello if epoch is None else Beat(epoch, num_held))
             if not self._dealer.socket.poll(20):
                 continue
             while (message := self._dealer.receive()) is not None:
@@ -202,6 +205,8 @@ class FakeWorker:
                         self._dealer.socket.send_multipart(reply)
                     elif reply is not None:
                         self._dealer.send(reply)
+                    else:
+                        num_held += 1
                 else:
                     self.refusals.append(message)
 

@@ -20,7 +20,7 @@ Checked at every turn of the scheduler or of a worker, at every dispatch, and at
 - nothing is dispatched after its deadline, and what has lost nothing goes out in the order of arrival in its lane, of
   each tenant;
 - a worker holds between 0 and 2 batches, as it sees it and as the scheduler does;
-- of each request that the scheduler has, every unanswered sequence waits or runs exactly once;
+- of each request that the scheduler has, every unanswered sequence waits, runs or is held back exactly once;
 - no idle worker that is ready stands beside work that waits;
 - a worker is killed only for a fault of its own or of its connection;
 - when all is quiet nobody holds anything, everybody is joined, and a request is answered.
@@ -225,7 +225,6 @@ class SchedulerProcess(Process):
             self.pidfds.pop(peer, None)
             self._perform(on_lost(peer, "exited", now_ns))
         for peer in gone:
-            self.pidfds.pop(peer, None)
             self._perform(on_lost(peer, "disconnected", now_ns))
         for peer, message in introductions:
             process = self.world.processes.get(message.pid)
@@ -272,7 +271,6 @@ class SchedulerProcess(Process):
                 if action.peer not in self.gone[side]:
                     self.gone[side].append(action.peer)
                 continue
-            self.pidfds.pop(action.peer, None)
             on_lost = self.core.on_worker_lost if side == "w" else self.core.on_gateway_lost
             self._perform(on_lost(action.peer, "disconnected", self.world.now_ns))
 
@@ -426,6 +424,7 @@ class WorkerProcess(Process):
 
     def die(self) -> None:
         self.world.num_worker_losses += 1
+        self.world.has_died = True
         super().die()
         if self.dealer is not None:
             self.dealer.close()
@@ -686,6 +685,7 @@ class World:
         self.num_events = 0
         self.faulty = True
         self.has_hung = False
+        self.has_died = False  # a worker
         self.num_worker_losses = 0
         self.num_failed_steps = 0
         self.pids = itertools.count(1)
@@ -942,7 +942,7 @@ class World:
         sent.note_end(error.code)
         self.note("request %d ends with %s", sent.number, error.code)
         explained = {"shutting_down"}
-        if self.num_worker_losses >= MAX_LOSSES:
+        if self.num_worker_losses >= MAX_LOSSES and self.has_died:
             explained.add("input_quarantined")
         if self.num_worker_losses + self.num_failed_steps >= MAX_LOSSES:
             explained.add("internal_error")
@@ -988,7 +988,8 @@ class World:
             for batch in worker.in_flight.values():
                 for part in batch.parts:
                     places.setdefault(id(part.pending), []).append((part.start, part.stop))
-        for part in waiting:
+        held_back = [part for accused in core._accused.values() for part in accused.parts]
+        for part in (*waiting, *held_back):
             places.setdefault(id(part.pending), []).append((part.start, part.stop))
         for gateway in core._gateways.values():
             for pending in gateway.requests.values():
@@ -1021,8 +1022,8 @@ class World:
                 return f"{worker} is not idle"
             if worker.dealer is None or core._fleet.get(worker.dealer.peer) is None:
                 return f"{worker} is not joined"
-        if len(core._queue) or any(worker.in_flight for worker in core._fleet.all()):
-            return "work waits or runs"
+        if len(core._queue) or core._accused or any(worker.in_flight for worker in core._fleet.all()):
+            return "work waits, is held back or runs"
         if len(core._fleet.all()) > len(self.workers) or len(core._gateways) > len(self.gateways):
             return "somebody who is gone is not forgotten"
         if core._fleet.ready(self.now_ns) < self.plan.num_workers:
@@ -1037,6 +1038,7 @@ class World:
             "pieces in ledgers": sum(gateway.ledger.num_pieces for gateway in self.gateways.values()),
             "requests in the scheduler": sum(len(gateway.requests) for gateway in core._gateways.values()),
             "parts in the queue": len(core._queue),
+            "parts held back": len(core._accused),
             "batches in the fleet": sum(len(worker.in_flight) for worker in core._fleet.all()),
             "batches in workers": sum(worker.core.num_held for worker in self.workers.values()),
             "strangers in the fleet": len(core._fleet.all()) - len(self.workers),

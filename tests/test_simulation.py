@@ -16,7 +16,7 @@ from common.protocol import Beat, Message
 from gateway.client import Ledger
 from scheduler.batching import BatchQueue, Part, Pending
 from scheduler.core import Action, Kill, Scheduler
-from tests.simulation import LONG, SHORT, Cores, Plan, World, play
+from tests.simulation import LONG, MS, SECOND, SHORT, Cores, Plan, World, play
 
 
 @pytest.mark.slow
@@ -52,6 +52,24 @@ async def test_a_poisonous_input_is_given_up_and_the_fleet_recovers(metrics: Met
     assert poisoned.end == "input_quarantined"
     assert [innocent.end for innocent in innocents] == ["answered"] * 5
     world.check_empty()
+
+
+async def test_connections_that_break_again_and_again_put_no_input_in_quarantine(metrics: Metrics) -> None:
+    world = World(5, metrics, Plan(odd_steps=0))
+    world.run(2)
+    world.faulty = False  # but for what is done here
+    losses = metrics.worker_losses.labels("disconnected")._value.get()
+    for _ in range(3):
+        requests = [world.send_request(plain=True) for _ in range(4)]
+        for _ in range(400):
+            for worker in world.workers.values():
+                if worker.running is not None and worker.dealer.connection is not None:
+                    worker.excuse(8 * SECOND)
+                    worker.dealer.connection.break_off(700 * MS, MS)
+            world.run(0.02)
+        world.rest()
+        assert [request.end for request in requests] == ["answered"] * 4
+    assert metrics.worker_losses.labels("disconnected")._value.get() - losses >= 9
 
 
 # --- planted bugs ---

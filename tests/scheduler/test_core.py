@@ -72,8 +72,8 @@ class Rig:
     def worker(self, message: Message, peer: bytes = b"w0") -> None:
         self._perform(self.core.on_worker_message(peer, message, self.now_ns))
 
-    def worker_lost(self, peer: bytes = b"w0") -> None:
-        self._perform(self.core.on_worker_lost(peer, "exited", self.now_ns))
+    def worker_lost(self, peer: bytes = b"w0", reason: str = "exited") -> None:
+        self._perform(self.core.on_worker_lost(peer, reason, self.now_ns))
 
     def gateway_lost(self, peer: bytes = b"g0") -> None:
         self._perform(self.core.on_gateway_lost(peer, "exited", self.now_ns))
@@ -961,6 +961,92 @@ def test_a_batch_that_fails_three_times_fails_its_request_and_the_worker_stays(r
     assert [failure.code for failure in rig.take(Failure)] == ["internal_error"]
     rig.request(2, [2])
     assert len(rig.take(Batch, b"w0")) == 1
+
+
+# --- a connection that is gone, and perhaps its process ---
+
+
+def accuse(rig: Rig) -> None:
+    """Have an input in the hands of three workers in turn whose connections end; a fourth is idle."""
+    rig.request(1, [666])
+    for number in range(3):
+        peer, following = b"w%d" % number, b"w%d" % (number + 1)
+        assert [ids(batch) for batch in rig.take(Batch, peer)] == [[666]]
+        rig.worker_lost(peer, "disconnected")
+        rig.worker(Hello(PROTOCOL_VERSION, following.decode(), 2 + number, FACTS), following)
+    assert (rig.take(Batch), rig.take(Failure)) == ([], [])
+
+
+def test_an_input_whose_third_worker_is_gone_is_in_quarantine_once_that_has_died(rig: Rig) -> None:
+    accuse(rig)
+    assert rig.core.knows(b"w2")  # so that its end is heard of
+    rig.tick(4 * SECOND)
+    rig.worker_lost(b"w2")
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(1, "input_quarantined")]
+    assert not rig.core.knows(b"w2")
+    rig.worker(Beat(EPOCH, 0), b"w3")
+    rig.request(2, [666])
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(2, "input_quarantined")]
+    assert rig.take(Batch) == []
+
+
+@pytest.mark.parametrize("peer", [b"w2", b"again"])
+def test_an_input_is_not_to_blame_where_the_worker_comes_back_whose_connection_had_gone(rig: Rig, peer: bytes) -> None:
+    accuse(rig)
+    rig.worker_lost(b"w3", "goodbye")
+    for _ in range(5):
+        rig.tick(750 * MS)
+        rig.worker(Hello(PROTOCOL_VERSION, "w2", 3, FACTS), peer)
+        assert [ids(batch) for batch in rig.take(Batch, peer)] == [[666]]
+        rig.worker_lost(peer, "disconnected")
+    rig.tick(750 * MS)
+    rig.worker(Hello(PROTOCOL_VERSION, "w2", 3, FACTS), peer)
+    (batch,) = rig.take(Batch, peer)
+    rig.finish(batch, peer)
+    assert ([reply.request_id for reply in rig.take(Reply)], rig.take(Failure)) == ([1], [])
+
+
+def test_an_input_runs_again_where_nothing_is_heard_of_the_worker_whose_connection_is_gone(rig: Rig) -> None:
+    accuse(rig)
+    for _ in range(20):
+        assert rig.take(Batch) == []
+        rig.tick(250 * MS)
+        rig.worker(Beat(EPOCH, 0), b"w3")
+        rig.gateway(Beat(EPOCH, 1))
+    (batch,) = rig.take(Batch, b"w3")
+    rig.worker_lost(b"w2")  # too late to say anything
+    rig.finish(batch, b"w3")
+    assert ([reply.request_id for reply in rig.take(Reply)], rig.take(Failure)) == ([1], [])
+
+
+def test_an_input_is_remembered_though_its_client_left_before_its_worker_was_known_to_be_dead(rig: Rig) -> None:
+    accuse(rig)
+    rig.gateway(Cancel(1))
+    rig.worker_lost(b"w2")
+    rig.request(2, [666])
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(2, "input_quarantined")]
+
+
+def test_an_input_that_was_held_back_does_not_run_on_the_model_that_has_come_meanwhile(rig: Rig) -> None:
+    accuse(rig)
+    rig.worker_lost(b"w3", "goodbye")
+    rig.worker(Hello(PROTOCOL_VERSION, "w4", 9, dataclasses.replace(FACTS, fingerprint="other")), b"w4")
+    rig.worker(Hello(PROTOCOL_VERSION, "w2", 3, FACTS), b"w2")  # is refused, and lives
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(1, "no_capacity")]
+    assert rig.take(Batch) == []
+
+
+def test_what_waited_behind_an_input_that_is_held_back_runs_at_once(rig: Rig) -> None:
+    rig.request(1, [666])
+    for number in range(2):
+        rig.take(Batch)
+        rig.worker_lost(b"w%d" % number)
+        rig.hello(b"w%d" % (number + 1))
+    rig.request(2, [2])
+    assert [ids(batch) for batch in rig.take(Batch, b"w2")] == [[666], [2]]
+    rig.worker_lost(b"w2", "disconnected")
+    rig.worker(Hello(PROTOCOL_VERSION, "w3", 2, FACTS), b"w3")  # another process
+    assert [ids(batch) for batch in rig.take(Batch, b"w3")] == [[2]]
 
 
 # --- a device without memory for a batch ---

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import UnionType
 
 import msgpack
 import numpy as np
@@ -23,6 +24,7 @@ from common.protocol import (
     PROTOCOL_VERSION,
     Batch,
     BatchFailed,
+    Failure,
     Frame,
     Goodbye,
     Hello,
@@ -54,14 +56,14 @@ class Gateway:
         assert self.dealer.socket.poll(5000, zmq.POLLOUT)
         self.dealer.send(Join(PROTOCOL_VERSION, "gateway-0", os.getpid()))
 
-    def wait_for(self, kind: type[Message]) -> Message:
+    def wait_for(self, kind: type[Message] | UnionType) -> Message:
         end = time.monotonic() + 10
         while time.monotonic() < end:
             if self.dealer.socket.poll(50):
                 message = self.dealer.receive()
                 if isinstance(message, kind):
                     return message
-        raise AssertionError(f"no {kind.__name__} came")
+        raise AssertionError(f"no {kind} came")
 
     def wait_for_workers(self, count: int) -> None:
         while True:
@@ -156,6 +158,32 @@ def test_a_workers_death_is_noticed_at_once(run_dir: str, start_worker: StartWor
     worker.process.kill()
     gateway.wait_for_workers(0)
     assert_in_time(time.monotonic() - killed_at, 1.0)  # silence alone would take two seconds
+
+
+@pytest.mark.slow
+def test_an_input_whose_third_worker_has_hung_up_is_in_quarantine_when_its_process_ends(
+    run_dir: str, start_worker: StartWorker, gateway: Gateway
+) -> None:
+    workers = [start_worker(f"worker-{number}", answer=lambda _: None) for number in range(3)]
+    gateway.wait_for_workers(3)
+    gateway.dealer.send(make_request(7, [666]))
+    for left in (2, 1, 0):
+        end = time.monotonic() + 5
+        while not (holders := [worker for worker in workers if worker.batches]):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        (holder,) = holders
+        workers.remove(holder)
+        holder.hang_up()
+        gateway.wait_for_workers(left)
+    status = gateway.wait_for(Ping | Failure)
+    assert isinstance(status, Ping)  # its process lives
+
+    holder.process.kill()
+
+    failure = gateway.wait_for(Failure)
+    assert isinstance(failure, Failure)
+    assert (failure.request_id, failure.code) == (7, "input_quarantined")
 
 
 LIES: dict[str, Callable[[Result], Message | list[Frame]]] = {
