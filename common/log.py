@@ -17,6 +17,7 @@ from pathlib import Path
 _QUEUED_RECORDS = 10_000
 _FILE_BYTES = 16 * 1024 * 1024
 _FILES = 4
+_SELDOM_NS = 1_000_000_000
 
 
 class _DroppingHandler(logging.handlers.QueueHandler):
@@ -70,6 +71,30 @@ class _EscapingFormatter(logging.Formatter):
     def formatException(self, exc_info: object) -> str:
         text = super().formatException(exc_info)  # type: ignore[arg-type]  # typeshed's own alias is private
         return "\n".join("    " + line for line in text.splitlines())
+
+
+class Seldom:
+    """Lines of a kind that a peer can cause as often as it likes: one a second, with how many were left out before it.
+
+    Those after the last one are told of by the next, whenever it comes. What counts them all is a metric.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._next_ns = 0
+        self._left_out = 0
+
+    def log(self, level: int, now_ns: int, text: str, *arguments: object) -> None:
+        """`now_ns`: on a clock that never goes back."""
+        if now_ns < self._next_ns:
+            self._left_out += 1
+            return
+        left_out, self._left_out = self._left_out, 0
+        self._next_ns = now_ns + _SELDOM_NS
+        if left_out:
+            self._logger.log(level, "%s (and %d more before it)", text % arguments, left_out)
+        else:
+            self._logger.log(level, text, *arguments)
 
 
 def set_up(process: str, level: str, log_dir: str = "") -> logging.handlers.QueueListener:

@@ -17,6 +17,7 @@ import zmq
 
 from common.config import SchedulerConfig
 from common.errors import ProtocolError, VersionMismatch
+from common.log import Seldom
 from common.metrics import Metrics, open_metrics
 from common.protocol import Hello, Join, Message, Refuse
 from common.transport import PeerGone, PeerStuck, Router, address, now_ns
@@ -48,6 +49,8 @@ class _Side:
         self.action = action  # what sends a message to a peer of this side
         self.on_message = on_message
         self.on_lost = on_lost
+        self.dropped = Seldom(logger)  # what comes that is no message, from whomever
+        self.refused = Seldom(logger)  # who speaks another version, likewise
         self.gone: set[bytes] = set()  # peers to which nothing can be sent; what they have said is not all heard yet
         self._poller = poller
         self._pidfds: dict[bytes, int] = {}
@@ -176,12 +179,12 @@ class Server:
                 received = side.router.receive()
             except VersionMismatch as error:
                 refuse = version_refusal(error.version)
-                logger.error("a peer was refused: %s", refuse.message)  # noqa: TRY400 the text says it all
+                side.refused.log(logging.ERROR, now_ns(), "a peer was refused: %s", refuse.message)
                 self._perform([side.action(error.peer, refuse)])
                 continue
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels("scheduler").inc()
-                logger.warning("a message was dropped: %s", error)
+                side.dropped.log(logging.WARNING, now_ns(), "a message was dropped: %s", error)
                 continue
             if received is None:
                 break

@@ -35,6 +35,20 @@ def test_a_line_break_in_a_value_cannot_forge_a_line(tmp_path: Path) -> None:
         handler.close()
 
 
+def test_lines_that_a_peer_can_cause_at_will_come_once_a_second_and_say_how_many_did_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seldom = log.Seldom(logging.getLogger("x"))
+    for ms in (5_000, 5_001, 5_999, 6_000, 6_500, 9_000, 10_000):
+        seldom.log(logging.WARNING, ms * 1_000_000, "at %d ms", ms)
+    assert [record.getMessage() for record in caplog.records] == [
+        "at 5000 ms",
+        "at 6000 ms (and 2 more before it)",
+        "at 9000 ms (and 1 more before it)",
+        "at 10000 ms",
+    ]
+
+
 def test_a_traceback_is_kept_and_indented(tmp_path: Path) -> None:
     listener = log.set_up("worker-0", "info", str(tmp_path))
     try:

@@ -2,8 +2,9 @@
 
     python -m tests.faults.strangers RUN_DIR SEED
 
-It says `ready`, and then does what each line of its input asks for: `changed COUNT`, `garbage COUNT`, `crowd SECONDS`.
-When that is done it answers with one line of JSON: what it sent that must count as an error of the protocol.
+It says `ready`, and then does what each line of its input asks for: `changed COUNT`, `guests COUNT`, `garbage COUNT`,
+`crowd SECONDS`. When that is done it answers with one line of JSON: what it sent that must count as an error of the
+protocol.
 """
 
 from __future__ import annotations
@@ -104,6 +105,17 @@ class Strangers:
             dealer.send(Goodbye("done"))
             dealer.close(linger_ms=2000)
         return undecodable
+
+    def guests(self, count: int) -> int:
+        """A gateway that joins and leaves, and whose process cannot be watched: of each message the log has a line."""
+        dealer = self._dealer("gateways")
+        for number in range(count):
+            dealer.send(Goodbye("seen enough") if number % 2 else _GOLDEN[0])
+            while dealer.receive() is not None:
+                pass
+            time.sleep(_PAUSE_S)
+        dealer.close(linger_ms=2000)
+        return 0
 
     def garbage(self, count: int) -> int:
         """Connections that send bytes and leave."""

@@ -87,8 +87,9 @@ def gateway(run_dir: str, start_scheduler: Callable[[], RunningScheduler]) -> It
 
 
 def test_garbage_is_counted_and_everybody_else_is_served(
-    run_dir: str, start_worker: StartWorker, gateway: Gateway, metrics: Metrics
+    run_dir: str, start_worker: StartWorker, gateway: Gateway, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
+    begun_s = time.monotonic()
     start_worker()
     counter = metrics.protocol_errors.labels("scheduler")
     before = counter._value.get()
@@ -107,7 +108,10 @@ def test_garbage_is_counted_and_everybody_else_is_served(
     reply = gateway.wait_for(Reply)
     assert isinstance(reply, Reply)
     assert reply.request_id == 7
-    assert counter._value.get() > before
+    took_s = time.monotonic() - begun_s
+    assert counter._value.get() - before > 300
+    lines = [record.getMessage() for record in caplog.records if "a message was dropped" in record.getMessage()]
+    assert 2 <= len(lines) <= 2 * (1 + took_s)  # one a second of each side
 
 
 def test_a_worker_that_took_its_leave_is_not_lost_where_a_message_to_it_fails_before_its_last_words_are_read(
