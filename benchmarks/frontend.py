@@ -1,6 +1,6 @@
 """What does a request cost the processes in front of the model, in microseconds of CPU?
 
-    python benchmarks/frontend.py [--parts stages,scheduler,gateway] [--repeats 300] [--rounds 3] [--seconds 3]
+    python benchmarks/frontend.py [--parts stages,scheduler,gateway,bulk] [--repeats 300] [--rounds 3] [--seconds 3]
         [--output FILE]
 
 No model and no GPU: the one scheduler is what limits short queries where a GPU is fast, and gateways are what the rest
@@ -16,6 +16,8 @@ disturbs it little; processes take turns, round by round, and the table has the 
   what a scheduler would: one batch for 25 requests, and 25 answers for a batch's rows. That is what ZeroMQ and its
   binding cost by themselves, so it is the ceiling of the line before.
 - gateway: the real process, `benchmarks/load.py` as its clients, a stand-in for the scheduler that answers at once.
+- bulk: the same with requests of 32 texts of mixed length (most of 8 to 128 words), rows of 384 as JSON floats. There
+  is no goal for it; `stages` has what the code alone takes of it.
 
 A process's main thread holds the interpreter's lock and is what saturates; ZeroMQ's own thread runs beside it, on
 another core if there is one. Goals: 15,000 sequences a second for each core that the scheduler's main thread has, and
@@ -33,6 +35,7 @@ import argparse
 import asyncio
 import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import socket
@@ -57,7 +60,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from benchmarks import load
 from benchmarks.record import write_result
-from benchmarks.texts import Corpus
+from benchmarks.texts import Corpus, Lines
 from common.metrics import Metrics, open_metrics
 from common.protocol import (
     NO_NUMBERS,
@@ -86,15 +89,16 @@ from gateway.routes import openai
 from scheduler.core import Kill, Scheduler
 
 SEQUENCES, TOKENS, DIMENSIONS = 25, 20, 1024
+BULK_TEXTS, BULK_DIMENSIONS = 32, 384
 NUM_GATEWAYS, OUTSTANDING = 2, 64
-NUM_CLIENTS = 32
+NUM_CLIENTS, NUM_BULK_CLIENTS = 32, 4
 EPOCH = 7
 _LAST, _MORE, _HAS_MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.RCVMORE)
 PING_S = 0.25
 GOALS = {"scheduler": 15_000, "gateway": 3_000}
 
 
-def facts_of(folder: Path) -> ModelFacts:
+def facts_of(folder: Path, dimensions: int = DIMENSIONS) -> ModelFacts:
     return ModelFacts(
         name="oracle",
         folder=str(folder),
@@ -104,7 +108,7 @@ def facts_of(folder: Path) -> ModelFacts:
         dtype="float32",
         device="none",
         attention="none",
-        dimensions=DIMENSIONS,
+        dimensions=dimensions,
         max_tokens=512,
         vocab_size=50_000,
         max_batch_tokens=SEQUENCES * TOKENS,
@@ -155,10 +159,17 @@ def a_request(request_id: int) -> Request:
     )
 
 
-def some_rows(num_rows: int) -> np.ndarray:
-    """uint8 [rows, row bytes] of float32 between -0.5 and 0.5."""
-    rows = np.random.default_rng(0).random((num_rows, DIMENSIONS), dtype=np.float32) - 0.5
+def some_rows(num_rows: int, dimensions: int = DIMENSIONS) -> np.ndarray:
+    """uint8 [rows, row bytes] of float32, of unit length."""
+    rows = np.random.default_rng(0).standard_normal((num_rows, dimensions), dtype=np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     return rows.view(np.uint8)
+
+
+def mixed_texts(corpus: Corpus, num_texts: int) -> list[str]:
+    """Texts of 2 to 300 words, half of them below 32."""
+    lengths = np.random.default_rng(0).lognormal(np.log(32), 0.8, num_texts).astype(int).clip(2, 300)
+    return [corpus.text(index, length).decode() for index, length in enumerate(lengths.tolist())]
 
 
 # --- stages ---
@@ -228,8 +239,10 @@ def scheduler_stages(repeats: int, metrics: Metrics, facts: ModelFacts) -> dict[
     return stages.medians()
 
 
-async def gateway_stages(repeats: int, metrics: Metrics, facts: ModelFacts, corpus: Corpus) -> dict[str, float]:
-    """One request after the other, without HTTP and without the threads that tokenize."""
+async def gateway_stages(
+    repeats: int, metrics: Metrics, facts: ModelFacts, texts: list[list[str]], encoding_format: str
+) -> dict[str, float]:
+    """One request after the other, without HTTP and without the threads that tokenize; of the texts each in turn."""
     frames: list[list[Frame]] = []
 
     def send(message: Message) -> bool:
@@ -237,14 +250,14 @@ async def gateway_stages(repeats: int, metrics: Metrics, facts: ModelFacts, corp
         return True
 
     ledger = Ledger("gateway-0", send, metrics, now_ns())
-    ledger.on_message(Welcome(PROTOCOL_VERSION, EPOCH, True, facts, facts.max_batch_tokens, 10**6), now_ns())
+    ledger.on_message(Welcome(PROTOCOL_VERSION, EPOCH, True, facts, 10**6, 10**6), now_ns())
     tokenizer = Tokenizer(facts)
-    limits = Limits(max_inputs=8, auto_truncate=False)
-    rows = some_rows(1)
+    limits = Limits(max_inputs=BULK_TEXTS, auto_truncate=False)
+    rows = some_rows(max(map(len, texts)), facts.dimensions)
     stages = Stages(1)
-    for index in range(repeats * 4):
+    for _, asked_texts in zip(range(repeats), itertools.cycle(texts), strict=False):
         frames.clear()
-        body = b'{"model":"oracle","encoding_format":"base64","input":"%b"}' % corpus.text(index, TOKENS - 2)
+        body = json.dumps({"model": "oracle", "encoding_format": encoding_format, "input": asked_texts}).encode()
         with stages.stage("parse"):
             asked = read_request(body, [openai.EMBEDDINGS], facts, limits)
         assert not isinstance(asked, LocalRequest)
@@ -253,16 +266,16 @@ async def gateway_stages(repeats: int, metrics: Metrics, facts: ModelFacts, corp
         with stages.stage("tokenize"):
             sequences = tokenizer.encode(request.inputs.texts, request.truncation)
         with stages.stage("ledger and encode"):
-            options = Options(facts.fingerprint, DIMENSIONS, True, "float32", "online", 2**62)
+            options = Options(facts.fingerprint, facts.dimensions, True, "float32", "online", 2**62)
             opened = OpenRequest.of(sequences, options)
             ledger.open(opened, now_ns())
         (sent,) = frames
-        reply = _as_received(encode(Reply(msgpack.unpackb(sent[0])[1], 0, 10, 1000, rows)))
+        reply = _as_received(encode(Reply(msgpack.unpackb(sent[0])[1], 0, 10, 1000, rows[: len(asked_texts)])))
         with stages.stage("decode and ledger"):
             ledger.on_message(decode(reply), now_ns())
             embedded = opened.future.result()
         with stages.stage("render"):
-            asked.render(Outcome(embedded.rows, facts, TOKENS, "", {}, range(1)))
+            asked.render(Outcome(embedded.rows, facts, TOKENS, "", {}, range(len(asked_texts))))
     return stages.medians()
 
 
@@ -394,7 +407,7 @@ def _scheduler(run_dir: str, facts: ModelFacts, counts: Counts) -> None:
     """A stand-in for the scheduler behind a gateway: answers every request at once."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = Router(context, address(run_dir, "gateways"))
-    rows = some_rows(16)  # load.py asks how long words are by so many texts
+    rows = some_rows(BULK_TEXTS, facts.dimensions)
     peers: set[bytes] = set()
     next_ping_s = 0.0
     while True:
@@ -411,7 +424,7 @@ def _scheduler(run_dir: str, facts: ModelFacts, counts: Counts) -> None:
                 router.send(peer, Ping(EPOCH, 1, 1, True))
             elif isinstance(message, Request):
                 router.send(peer, Reply(message.request_id, 0, 10, 1000, rows[: len(message.lengths)]))
-                counts.answers.value += 1
+                counts.answers.value += message.opens  # a long one comes in several
 
 
 # --- what a process costs ---
@@ -470,18 +483,18 @@ class Runner:
             time.sleep(seconds)
             return _cost(before, _read(pid, counts))
 
-    def gateway(self, seconds: float, corpus: Corpus) -> Cost:
+    def gateway(self, seconds: float, asked: load.Load, facts: ModelFacts, corpus: Corpus | Lines) -> Cost:
         with self._processes() as (run_dir, start, counts):
             with socket.create_server(("127.0.0.1", 0)) as sock:
                 port = sock.getsockname()[1]
-            start(_scheduler, run_dir, self._facts, counts)
+            start(_scheduler, run_dir, facts, counts)
             pid = start([sys.executable, "-m", "gateway", "--run-dir", run_dir, "--port", str(port)])
             url = f"http://127.0.0.1:{port}"
             _wait_for(lambda: _is_ready(url))
             target = load.Target.find(url, None, corpus)
             before = _read(pid, counts)
             args = argparse.Namespace(processes=1, warm_up=0.5, seconds=seconds)
-            report = load.run_load(load.Load("queries", NUM_CLIENTS, "query"), target, corpus, {"query": TOKENS}, args)
+            report = load.run_load(asked, target, corpus, {"query": TOKENS}, args)
             assert not report.errors, report.errors
             return _cost(before, _read(pid, counts))
 
@@ -566,13 +579,33 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder, corpus)
-        facts = facts_of(folder)
+        facts, bulk_facts = facts_of(folder), facts_of(folder, BULK_DIMENSIONS)
+        queries = load.Load("queries", NUM_CLIENTS, "query")
+        bulk = load.Load("bulk", NUM_BULK_CLIENTS, "query", BULK_TEXTS, "float")
+        bulk_texts = mixed_texts(corpus, 64 * BULK_TEXTS)
         runner = Runner(folder, facts)
         if "stages" in parts:
             metrics = open_metrics(str(folder / "stages"))
             stages = {
                 "scheduler": scheduler_stages(args.repeats, metrics, facts),
-                "gateway": asyncio.run(gateway_stages(args.repeats, metrics, facts, corpus)),
+                "gateway": asyncio.run(
+                    gateway_stages(
+                        4 * args.repeats,
+                        metrics,
+                        facts,
+                        [[corpus.text(index, TOKENS - 2).decode()] for index in range(4 * args.repeats)],
+                        "base64",
+                    )
+                ),
+                "gateway, bulk": asyncio.run(
+                    gateway_stages(
+                        args.repeats,
+                        metrics,
+                        bulk_facts,
+                        [bulk_texts[first : first + BULK_TEXTS] for first in range(0, len(bulk_texts), BULK_TEXTS)],
+                        "float",
+                    )
+                ),
             }
             result["stages_us"] = stages
             for process, medians in stages.items():
@@ -585,7 +618,10 @@ def main() -> int:
                 costs.setdefault("relay", []).append(runner.front("relay", args.seconds))
                 costs.setdefault("scheduler", []).append(runner.front("scheduler", args.seconds))
             if "gateway" in parts:
-                costs.setdefault("gateway", []).append(runner.gateway(args.seconds, corpus))
+                costs.setdefault("gateway", []).append(runner.gateway(args.seconds, queries, facts, corpus))
+            if "bulk" in parts:
+                cost = runner.gateway(args.seconds, bulk, bulk_facts, Lines(bulk_texts))
+                costs.setdefault("bulk", []).append(cost)
     if costs:
         columns = ("main µs", "other µs", "per main core", "per core", "a second", "a batch")
         print(f"{'process':<12}" + "".join(f"{column:>14}" for column in columns))
@@ -602,7 +638,9 @@ def main() -> int:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parts", default="stages,scheduler,gateway", help="which of them, with commas [%(default)s]")
+    parser.add_argument(
+        "--parts", default="stages,scheduler,gateway,bulk", help="which of them, with commas [%(default)s]"
+    )
     parser.add_argument("--repeats", type=int, default=300, help="of each stage [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="in which processes take turns [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3.0, help="measured of each process a round [%(default)s]")

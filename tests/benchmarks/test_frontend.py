@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.frontend import Cost, facts_of, gateway_stages, scheduler_stages, write_tokenizer
+from benchmarks.frontend import Cost, facts_of, gateway_stages, mixed_texts, scheduler_stages, write_tokenizer
 from benchmarks.texts import LONGEST_TEXT, Corpus, invent_text
 from common.metrics import Metrics
 from common.protocol import ModelFacts
@@ -35,7 +35,9 @@ def test_a_request_costs_something_at_every_stage_of_the_scheduler(metrics: Metr
 def test_a_request_costs_something_at_every_stage_of_a_gateway(
     metrics: Metrics, facts: ModelFacts, corpus: Corpus
 ) -> None:
-    stages = asyncio.run(gateway_stages(2, metrics, facts, corpus))
+    texts = [mixed_texts(corpus, 2), mixed_texts(corpus, 1)]
+
+    stages = asyncio.run(gateway_stages(2, metrics, facts, texts, "float"))
 
     assert stages.pop("sum") == pytest.approx(sum(stages.values()))
     assert len(stages) == 5
