@@ -140,10 +140,7 @@ class _Lane:
     # its last turn ended, the tenant.
     turns: list[tuple[int, int, int]] = field(default_factory=list)
     num_had: int = 0  # tokens, of the tenant whose turn was last, before it: where who comes new begins
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(line.num_tokens for line in self.lines.values())
+    num_tokens: int = 0  # of all lines: counted along, since every request asks for it
 
     @property
     def num_sequences(self) -> int:
@@ -163,6 +160,7 @@ class _Lane:
             line = self.lines[tenant] = _Line()
             heapq.heappush(self.turns, (self.num_had, part.pending.arrival, tenant))
         line.push(part)
+        self.num_tokens += part.num_tokens
 
     def head(self) -> Part | None:
         """The part that is next, if any still has a taker."""
@@ -170,7 +168,7 @@ class _Lane:
             tenant = self.turns[0][2]
             line = self.lines[tenant]
             while line.heap and line.heap[0][2].pending.settled:
-                line.pop()
+                self.num_tokens -= line.pop().num_tokens
             if line.heap:
                 return line.heap[0][2]
             heapq.heappop(self.turns)
@@ -189,9 +187,11 @@ class _Lane:
         line = self.lines[tenant]
         head = line.pop()
         stop = min(head.start + num_sequences, head.stop)
-        taken = replace(head, stop=stop)
+        taken = head
         if stop < head.stop:
+            taken = replace(head, stop=stop)
             line.push(replace(head, start=stop))
+        self.num_tokens -= taken.num_tokens
         if line.heap:
             heapq.heapreplace(self.turns, (self.num_had + taken.num_tokens, line.heap[0][0], tenant))
         else:
@@ -202,6 +202,7 @@ class _Lane:
     def prune(self) -> None:
         for line in self.lines.values():
             line.prune()
+        self.num_tokens = sum(line.num_tokens for line in self.lines.values())
         if any(not line.heap for line in self.lines.values()):
             self.lines = {tenant: line for tenant, line in self.lines.items() if line.heap}
             self.turns = [turn for turn in self.turns if turn[2] in self.lines]

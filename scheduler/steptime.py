@@ -98,9 +98,11 @@ class StepTime:
 
     def __init__(self) -> None:
         self._curves: dict[int, _Curve] = {}
+        self._found: dict[int, list[_Curve]] = {}  # by class of lengths, what `_nearest` has found since the last step
 
     def observe(self, num_tokens: int, longest: int, step_us: int) -> None:
         """Learn from a step of so many tokens, `longest` of them in its longest sequence."""
+        self._found.clear()
         curve = self._curves.setdefault(bisect_left(_LENGTH_CLASSES, longest), _Curve())
         curve.add(num_tokens, max(step_us, 1) / 1000)
 
@@ -141,8 +143,11 @@ class StepTime:
     def _nearest(self, longest: int) -> list[_Curve]:
         """The curves that say anything, the one of this class of lengths first, then those of the classes beside it."""
         wanted = bisect_left(_LENGTH_CLASSES, longest)
-        found = sorted(self._curves.items(), key=lambda item: (abs(item[0] - wanted), item[0]))
-        return [curve for _, curve in found if curve.ms]
+        found = self._found.get(wanted)
+        if found is None:
+            by_distance = sorted(self._curves.items(), key=lambda item: (abs(item[0] - wanted), item[0]))
+            found = self._found[wanted] = [curve for _, curve in by_distance if curve.ms]
+        return found
 
 
 def _predict(curves: list[_Curve], num_tokens: int) -> float:

@@ -20,6 +20,17 @@ def learned(*steps: tuple[int, int, float]) -> StepTime:
 def test_nothing_is_said_before_anything_was_observed() -> None:
     assert StepTime().predict_ms(100, 100) is None
     assert StepTime().queue_ms(100, 512, 100) is None
+
+
+def test_what_was_asked_before_a_step_does_not_hide_what_it_teaches() -> None:
+    step_time = StepTime()
+    assert step_time.predict_ms(100, 100) is None
+
+    step_time.observe(100, 100, 5_000)
+    assert step_time.predict_ms(100, 100) == 5.0
+
+    step_time.observe(400, 100, 9_000)
+    assert step_time.predict_ms(400, 100) == 9.0
     assert StepTime().budget(10, 100, 512) == 512
 
 
