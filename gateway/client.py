@@ -394,8 +394,6 @@ class Ledger:
         sent = self._send(message)
         if not (sent or self._died or self._welcome is None) and now_ns - self._last_heard_ns < _DISCONNECTED_NS:
             self._died = True
-            # This line has a second reader. supervisord sleeps through a child's death for up to a second, and for
-            # another one until it starts the next, unless something comes by its pipes, as what is logged does.
             logger.warning("the scheduler is gone; %d requests wait for the next", len(self._pieces))
         return sent
 

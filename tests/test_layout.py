@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,26 @@ def test_third_parties_stay_in_their_home(module: Path, tree: ast.Module) -> Non
             module.as_posix() == home or (home.endswith("/") and module.as_posix().startswith(home))
             for home in HOMES[name]
         ), f"{module} imports {name}, which is at home in {', '.join(HOMES[name])}"
+
+
+# What takes long to import, and who can do without when it starts: a worker needs torch, but heeds signals before.
+SLOW_TO_IMPORT = {"torch", "transformers", "safetensors", "huggingface_hub", "supervisor", "triton", "flashinfer"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("modules", "others"),
+    [
+        ("gateway.process", set()),
+        ("scheduler.server", {"aiohttp", "tokenizers", "uvloop"}),
+        ("worker.server, common.launch", {"aiohttp", "tokenizers", "uvloop"}),
+    ],
+)
+def test_what_is_slow_to_import_is_not_in_the_way_of_a_start(modules: str, others: set[str]) -> None:
+    code = f"import sys, {modules}; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+
+    assert not (SLOW_TO_IMPORT | others) & set(ended.stdout.split())
 
 
 def test_nothing_is_unpickled_or_evaluated(tree: ast.Module) -> None:

@@ -64,6 +64,7 @@ def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> No
     )
     assert parser["supervisord"]["pidfile"] == f"{run_dir}/supervisord.pid"
     assert parser["unix_http_server"]["file"] == f"{run_dir}/supervisor.sock"
+    assert parser["rpcinterface:hedgerow"]["supervisor.rpcinterface_factory"] == "common.supervision:plug_in"
     assert "inet_http_server" not in parser
     assert {parser[name]["stopwaitsecs"] for name in parser.sections() if "program:" in name} == {"105"}
 
