@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection, Mapping
 
 _ANY = "*"
-_ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id, x-request-timeout-ms, accept"
+_ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id, x-request-timeout-ms, x-trace, accept"
 _EXPOSED_HEADERS = (
-    "X-Request-Id, Server-Timing, X-Model-Fingerprint, X-Embedding-Shape, X-Embedding-Dtype, "
+    "X-Request-Id, Server-Timing, X-Trace, X-Model-Fingerprint, X-Embedding-Shape, X-Embedding-Dtype, "
     "Retry-After, retry-after-ms"
 )
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(, ?[A-Za-z0-9-]{1,64}){0,63}")

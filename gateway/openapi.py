@@ -15,6 +15,7 @@ from gateway.answers import ErrorBody
 from gateway.requests import Operation
 from gateway.routes import operations_by_path
 from gateway.routes.operations import Health, Info, ModelCard, ModelList, Ready
+from gateway.trace import STAGES, FollowedRequest
 
 _Schemas = Mapping[Any, Mapping[str, object]]
 
@@ -39,6 +40,24 @@ _FAILURES = {
     504: "The request's own deadline passed.",
     505: "Neither HTTP/1.1 nor HTTP/1.0.",
 }
+
+# What the header of a request may say.
+_PARAMETERS = [
+    {
+        "name": "X-Request-Timeout-Ms",
+        "in": "header",
+        "description": "The request's deadline, in milliseconds from its arrival.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    {
+        "name": "X-Trace",
+        "in": "header",
+        "description": "`1`: follow this request. The answer's `Server-Timing` then has every stage of its way through "
+        "gateway, scheduler and worker, and its `X-Trace` when each began. Anything else says nothing.",
+        "schema": {"type": "string"},
+        "example": "1",
+    },
+]
 
 # What a GET is answered with: the path, its summary, the type of its answer, or the name of a kind of text, and its
 # other statuses.
@@ -90,7 +109,7 @@ def document(version: str) -> bytes:
 
 def _types() -> list[Any]:
     """Every type that the document names."""
-    types: list[Any] = [ErrorBody]
+    types: list[Any] = [ErrorBody, FollowedRequest]
     types += [answer for _, _, answer, _ in _QUESTIONS if not isinstance(answer, str)]
     for operations in operations_by_path().values():
         types += [found for operation in operations for found in (operation.body, operation.answer)]
@@ -124,15 +143,24 @@ def _operation(path: str, operations: Sequence[Operation[Any]], schema_of: _Sche
         "description": "\n\n".join(operation.description for operation in reversed(operations)),
         "tags": list(dict.fromkeys(operation.dialect for operation in operations)),
         "requestBody": {"required": True, "content": _json_of([operation.body for operation in operations], schema_of)},
-        "parameters": [
-            {
-                "name": "X-Request-Timeout-Ms",
-                "in": "header",
-                "description": "The request's deadline, in milliseconds from its arrival.",
-                "schema": {"type": "integer", "minimum": 1},
-            }
-        ],
-        "responses": {"200": {"description": "OK", "content": answers}} | _failures(tuple(_FAILURES), schema_of),
+        "parameters": _PARAMETERS,
+        "responses": {"200": {"description": "OK", "headers": _headers(schema_of), "content": answers}}
+        | _failures(tuple(_FAILURES), schema_of),
+    }
+
+
+def _headers(schema_of: _Schemas) -> dict[str, object]:
+    """What the header of an answer says of the request's way."""
+    return {
+        "Server-Timing": {
+            "description": "How many milliseconds each stage took: parse, tokenize, queue, step, render, total; of a "
+            f"request that was followed also what these leave out of {', '.join(STAGES)}.",
+            "schema": {"type": "string"},
+        },
+        "X-Trace": {
+            "description": "Of a request that was followed, and that a model has run, when what happened to it.",
+            "content": _json_of([FollowedRequest], schema_of),
+        },
     }
 
 

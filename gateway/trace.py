@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import numpy as np
-import orjson
+from msgspec import Meta
 
 from common.protocol import PIECE_MOMENTS, Trace
 from common.transport import now_ns
@@ -55,6 +56,26 @@ assert len(STAGES) == len(MOMENTS) - 1
 _MAX_PIECES = 16
 
 
+class FollowedPiece(msgspec.Struct):
+    """A piece's way through the scheduler and a worker."""
+
+    batch: Annotated[int, Meta(description="The batch that it ran in.")]
+    worker: str
+    sequences: Annotated[int, Meta(description="Of the whole batch.")]
+    tokens: Annotated[int, Meta(description="Of the whole batch.")]
+    times_ns: Annotated[list[int], Meta(description=f"When it was {', '.join((*PIECE_MOMENTS, _AFTER[0]))}.")]
+
+
+class FollowedRequest(msgspec.Struct):
+    """When what happened to a request, in nanoseconds from `start_ns` on: what `X-Trace` holds."""
+
+    pid: Annotated[int, Meta(description="Of the gateway.")]
+    start_ns: Annotated[int, Meta(description="Of CLOCK_MONOTONIC, on the server.")]
+    before_ns: Annotated[list[int], Meta(description=f"When it was {', '.join(_BEFORE)}.")]
+    after_ns: Annotated[list[int], Meta(description=f"When the answer was {', '.join(_AFTER[1:])}.")]
+    pieces: Annotated[list[FollowedPiece], Meta(description="Of a long request the last ones that came back.")]
+
+
 class RequestTrace:
     """The moments of one request, as they come."""
 
@@ -87,20 +108,20 @@ class RequestTrace:
             if f"{name};" not in timing
         ]
         pieces = [
-            {
-                "batch": trace.batch_id,
-                "worker": trace.worker,
-                "sequences": trace.num_sequences,
-                "tokens": trace.num_tokens,
-                "times_ns": [time_ns - start_ns for time_ns in (*trace.times_ns.tolist(), heard)],
-            }
+            FollowedPiece(
+                batch=trace.batch_id,
+                worker=trace.worker,
+                sequences=trace.num_sequences,
+                tokens=trace.num_tokens,
+                times_ns=[time_ns - start_ns for time_ns in (*trace.times_ns.tolist(), heard)],
+            )
             for trace, heard in self._pieces
         ]
-        trace = {
-            "pid": os.getpid(),
-            "start_ns": start_ns,
-            "before_ns": [time_ns - start_ns for time_ns in before_ns],
-            "after_ns": [time_ns - start_ns for time_ns in after_ns],
-            "pieces": pieces,
-        }
-        return {"Server-Timing": ", ".join((timing, *stages)), "X-Trace": orjson.dumps(trace).decode()}
+        followed = FollowedRequest(
+            pid=os.getpid(),
+            start_ns=start_ns,
+            before_ns=[time_ns - start_ns for time_ns in before_ns],
+            after_ns=[time_ns - start_ns for time_ns in after_ns],
+            pieces=pieces,
+        )
+        return {"Server-Timing": ", ".join((timing, *stages)), "X-Trace": msgspec.json.encode(followed).decode()}

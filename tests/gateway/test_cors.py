@@ -91,6 +91,7 @@ async def test_case_http_01_every_answer_says_that_the_page_may_read_it(serve: S
     assert exposed == [
         "X-Request-Id",
         "Server-Timing",
+        "X-Trace",
         "X-Model-Fingerprint",
         "X-Embedding-Shape",
         "X-Embedding-Dtype",

@@ -9,6 +9,7 @@ import asyncio
 import copy
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,20 +20,23 @@ from typing import Any
 
 import jsonschema_rs
 import msgspec
+import numpy as np
 import pytest
 import schemathesis
 
 from common import errors
-from common.protocol import ModelFacts
+from common.protocol import ModelFacts, Trace
 from gateway import openapi
 from gateway.answers import ErrorBody
 from gateway.client import Readiness
 from gateway.routes import cohere, contextual, openai, operations, rerank, tei, tei_scores
+from gateway.trace import RequestTrace
 from tests.gateway.bad_input import Case, read_table
 from tests.gateway.conftest import DIMENSIONS, VOCAB_SIZE, Running, Serve
 from tests.gateway.wire import Answer, Wire, ask
 
 BEARER = {"Authorization": "Bearer sesame"}
+HEADERS = ["X-Request-Timeout-Ms", "X-Trace"]  # that requests which run a model may have
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,28 @@ async def test_it_is_served_as_it_is_made(server: Running, document: dict[str, A
     answer = await ask(server.port, "GET", "/openapi.json")
     assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
     assert answer.json == document
+
+
+def test_what_a_followed_request_is_told_is_as_the_document_says(document: dict[str, Any]) -> None:
+    described = document["paths"]["/v1/embeddings"]["post"]["responses"]["200"]["headers"]
+    trace = RequestTrace()
+    trace.add(Trace(1, 5, "worker-0", 2, 30, np.arange(1100, 1112)), heard_ns=1200)
+
+    headers = trace.headers((1000, 1001, 1002, 1003), (1300, 1400), "parse;dur=0.001")
+
+    assert set(headers) == set(described) == {"Server-Timing", "X-Trace"}
+    followed = json.loads(headers["X-Trace"])
+    schema = described["X-Trace"]["content"]["application/json"]["schema"]
+    jsonschema_rs.validate(schema | {"components": document["components"]}, followed)
+    assert followed == {
+        "pid": os.getpid(),
+        "start_ns": 1000,
+        "before_ns": [0, 1, 2, 3],
+        "after_ns": [300, 400],
+        "pieces": [
+            {"batch": 5, "worker": "worker-0", "sequences": 2, "tokens": 30, "times_ns": [*range(100, 112), 200]}
+        ],
+    }
 
 
 def test_bodies_say_what_the_routes_take(document: dict[str, Any]) -> None:
@@ -388,7 +414,7 @@ def unhurried(document: dict[str, Any]) -> dict[str, Any]:
     the least, less would be held to be wrong. What is wrong there is a row of bad_input.toml."""
     document = copy.deepcopy(document)
     for operation in _operations_in_time(document):
-        del operation["parameters"]
+        del operation["parameters"][0]
     return document
 
 
@@ -396,7 +422,7 @@ def _operations_in_time(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Those that take a deadline."""
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     found = [operation for operation in operations if "requestBody" in operation]
-    assert all([parameter["name"] for parameter in one["parameters"]] == ["X-Request-Timeout-Ms"] for one in found)
+    assert all([parameter["name"] for parameter in one["parameters"]] == HEADERS for one in found)
     return found
 
 
