@@ -18,6 +18,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from common import plan
+
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 _PREFIX = "HEDGEROW_"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
@@ -78,11 +80,14 @@ class GatewayConfig(ProcessConfig):
     auto_truncate: bool = _option(False, "cut over-long inputs where the client does not say")
     api_keys_file: str = _option("", "file of the keys that clients need, one a line; mode 0600")
     cors_origins: str = _option("", "origins of web pages that may read answers, with commas between them; or *")
+    models: tuple[str, ...] = _option(
+        (), "names of the models, each with a scheduler in its part of the run folder; default: one model, in all of it"
+    )
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
         names = {item.name for item in fields(GatewayConfig)} - {item.name for item in fields(ProcessConfig)}
-        _at_least(self, 1, *(names - {"host", "auto_truncate", "api_keys_file", "cors_origins"}))
+        _at_least(self, 1, *(names - {"host", "auto_truncate", "api_keys_file", "cors_origins", "models"}))
         if self.max_held_bytes < self.max_body_bytes:
             raise ValueError("--max-held-bytes needs at least as many as --max-body-bytes, or these are never read")
         _check_origins(self.cors_origins)
@@ -152,17 +157,37 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
         2, "gateway processes, which share the port; with one, a planned restart refuses connections"
     )
     workers: str = _option(  # type: ignore[assignment]  # resolved to a number before any process loads it
-        "auto", "workers: a number, or auto (one a GPU; on a CPU one a core, fewer where the model is large)"
+        "auto",
+        "workers of each model: a number, or auto (one a GPU; on a CPU one a core, fewer where the model is large)",
+    )
+    models: tuple[str, ...] = _option(  # reduced to its names before any process loads it
+        (), "several models, each as NAME=MODEL: what stands after `hedgerow serve`"
+    )
+    gpus: tuple[str, ...] = _option(
+        (), "the GPUs of each of several models, as in A:0-1 B:2; numbers are those of the GPUs that are visible"
     )
 
     def __post_init__(self) -> None:
         GatewayConfig.__post_init__(self)
+        if len(self.models) == 1 and not plan.is_named(self.models[0]):
+            object.__setattr__(self, "model", self.models[0])
+            object.__setattr__(self, "models", ())
+        self._check_models()
         if not self.cache_dir:
             object.__setattr__(self, "cache_dir", _default_cache_dir())
         _at_least(self, 0, "latency_target_ms")
         _at_least(self, 1, "gateways", "max_queue_ms", "max_graph_bytes")
         for name in ("max_batch_tokens", "threads", "workers"):
             _number_or_auto(name, str(getattr(self, name)))
+
+    def _check_models(self) -> None:
+        gpus = plan.parse_gpus(self.gpus, plan.parse_models(self.models))
+        if self.models and self.served_model_name:
+            raise ValueError("--served-model-name is for one model; of several each is called as in NAME=MODEL")
+        if gpus and self.device == "cpu":
+            raise ValueError("--gpus and --device cpu exclude each other; leave one of them out")
+        if gpus and self.workers != "auto":
+            raise ValueError("--gpus says how many workers there are, one a GPU; leave --workers out")
 
 
 @dataclass(frozen=True)
@@ -181,8 +206,8 @@ _AnyConfig = TypeVar("_AnyConfig", bound=ProcessConfig | InspectConfig)
 def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> _AnyConfig:
     """The configuration that flags, then environment, then defaults give.
 
-    A wrong flag or value ends the process with a message that names it (argparse's exit status 2). `serve` and
-    `inspect` also take the model as their one positional argument.
+    A wrong flag or value ends the process with a message that names it (argparse's exit status 2). `serve` also takes
+    models as positional arguments, `inspect` one.
     """
     environ = os.environ if environ is None else environ
     parser = argparse.ArgumentParser(
@@ -190,7 +215,9 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    if config_class in (ServeConfig, InspectConfig):
+    if config_class is ServeConfig:
+        parser.add_argument("models", nargs="*", metavar="MODEL", default=argparse.SUPPRESS)
+    elif config_class is InspectConfig:
         parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
     hints = get_type_hints(config_class)
     for item in fields(config_class):
@@ -200,7 +227,8 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
     try:
         for item in fields(config_class):
             if item.name in given:
-                values[item.name] = given[item.name]
+                found = given[item.name]
+                values[item.name] = tuple(found) if isinstance(found, list) else found
             elif (text := environ.get(_PREFIX + item.name.upper())) is not None and text != "":
                 values[item.name] = _parse(item, hints[item.name], text)
         return config_class(**values)
@@ -240,6 +268,11 @@ def api_key_from_environment() -> str | None:
 def under_supervisord() -> bool:
     """Whether supervisord started this process: it restarts us, and we are to die with it."""
     return os.environ.get("SUPERVISOR_ENABLED") == "1"
+
+
+def process_name() -> str | None:
+    """What supervisord calls this process, which is its own among all of a suite; None without supervisord."""
+    return os.environ.get("SUPERVISOR_PROCESS_NAME") if under_supervisord() else None
 
 
 def visible_cuda_devices() -> list[str] | None:
@@ -285,6 +318,7 @@ def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], hint: object) -
         flag,
         dest=item.name,
         default=argparse.SUPPRESS,
+        nargs="+" if isinstance(item.default, tuple) else None,
         type=int if hint is int else str,
         choices=item.metadata["choices"],
         help=text,
@@ -304,6 +338,8 @@ def _parse(item: Field[Any], hint: object, text: str) -> object:
             return int(text)
         except ValueError:
             raise ValueError(f"{name} needs a whole number, not {text!r}") from None
+    if isinstance(item.default, tuple):
+        return tuple(text.split())
     choices = item.metadata["choices"]
     if choices and text not in choices:
         raise ValueError(f"{name} needs one of {', '.join(choices)}, not {text!r}")
@@ -311,6 +347,8 @@ def _parse(item: Field[Any], hint: object, text: str) -> object:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -24,12 +24,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from common import config as configuration
-from common import log, metrics
+from common import log, metrics, plan
 from common.config import Config, InspectConfig, ServeConfig
 from common.errors import EX_BUSY, EX_CONFIG, EX_FAILURE, EX_USAGE
 from common.models import ModelFolder, ModelNotFound, find_model
@@ -49,7 +50,7 @@ _MAX_CPU_WORKERS = 8
 
 _USAGE = """usage: hedgerow COMMAND [flags]
 
-  serve [MODEL]   the whole suite on this host, under supervisord
+  serve [MODEL]   the whole suite on this host, under supervisord; of several models NAME=MODEL ...
   inspect [MODEL] what is understood of a model's folder, and whether it can be served
   gateway         one HTTP gateway
   scheduler       the scheduler
@@ -124,7 +125,7 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
     if supervised and not _wait(history.begin()):
         sys.exit(0)
     try:
-        listener = log.set_up(name, config.log_level, config.log_dir)
+        listener = log.set_up(configuration.process_name() or name, config.log_level, config.log_dir)
     except OSError as error:
         sys.stderr.write(f"hedgerow {name}: --log-dir {config.log_dir} cannot be written to: {error.strerror}\n")
         sys.exit(EX_FAILURE)
@@ -254,26 +255,42 @@ def _die_with_parent() -> None:
 # --- the whole suite ---
 
 
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A model, and what runs it."""
+
+    folder: ModelFolder  # by the name that clients use
+    run_dir: str
+    num_workers: int
+    devices: Sequence[str] | None  # for CUDA_VISIBLE_DEVICES, one a worker; None: as it is
+
+
 def _serve(flags: list[str]) -> int:
     """Returns only when the suite cannot start."""
     config = configuration.load(ServeConfig, flags)
     try:
-        model = find_model(config.model)
-        _check("worker.checkpoint", str(model.path), config.task)
+        served = _several(config) if config.models else [_alone(config)]
+        for model in served:
+            _check("worker.checkpoint", str(model.folder.path), config.task)
         if config.api_keys_file:
             _check("gateway.auth", config.api_keys_file)
-        prepare_run_dir(config.run_dir)
-        address(config.run_dir, "gateways")
-        Lock(config.run_dir, "scheduler").close()
+        run_dirs = dict.fromkeys([config.run_dir, *(model.run_dir for model in served)])
+        for run_dir in run_dirs:
+            prepare_run_dir(run_dir)
+            address(run_dir, "gateways")
+            Lock(run_dir, "scheduler").close()
+        Lock(config.run_dir, "gateway-0").close()  # of a suite of several models, which has no scheduler here
         _check_port(config.host, config.port)
-        metrics.clear(config.run_dir)
-        for path in Path(config.run_dir).glob("*.starts"):
-            path.unlink()
+        for run_dir in run_dirs:
+            metrics.clear(run_dir)
+            for path in Path(run_dir).glob("*.starts"):
+                path.unlink()
         environment = configuration.to_environment(config)
-        environment["HEDGEROW_MODEL"] = str(model.path)
-        environment["HEDGEROW_SERVED_MODEL_NAME"] = config.served_model_name or model.name
-        environment["HEDGEROW_WORKERS"] = str(_num_workers(config, model))
-        conf = _write_supervisord_conf(config.run_dir, environment)
+        environment["HEDGEROW_MODELS"] = " ".join(model.folder.name for model in served if config.models)
+        environment["HEDGEROW_MODEL"] = str(served[0].folder.path)
+        environment["HEDGEROW_SERVED_MODEL_NAME"] = served[0].folder.name
+        environment["HEDGEROW_WORKERS"] = str(sum(model.num_workers for model in served))
+        conf = _write_supervisord_conf(config.run_dir, environment, served if config.models else ())
     except (ModelNotFound, StartRefused, AddressInUse, OSError, ValueError) as error:
         sys.stderr.write(f"hedgerow serve: {error}\n")
         if isinstance(error, _ConfigurationRefused):
@@ -282,7 +299,7 @@ def _serve(flags: list[str]) -> int:
     # supervisord finds `hedgerow` where this Python found it, also when its environment is not activated.
     environment["PATH"] = configuration.path_with(str(Path(sys.executable).parent))
     sys.stderr.write(
-        f"hedgerow serves {environment['HEDGEROW_SERVED_MODEL_NAME']} on http://{config.host}:{config.port} "
+        f"hedgerow serves {', '.join(model.folder.name for model in served)} on http://{config.host}:{config.port} "
         f"once /ready says so; Ctrl-C stops it\n"
     )
     sys.stderr.flush()
@@ -291,6 +308,31 @@ def _serve(flags: list[str]) -> int:
     os.environ.update(environment)
     supervisord = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)]
     return os.execv(sys.executable, supervisord)
+
+
+def _alone(config: ServeConfig) -> _Served:
+    """Raises ModelNotFound."""
+    folder = find_model(config.model)
+    folder = ModelFolder(config.served_model_name or folder.name, folder.path)
+    return _Served(folder, config.run_dir, _num_workers(config, folder), None)
+
+
+def _several(config: ServeConfig) -> list[_Served]:
+    """Raises ModelNotFound, ValueError (a GPU that is not there), or StartRefused: who has which GPU is not said."""
+    models = plan.parse_models(config.models)
+    devices: dict[str, list[str]] = {}
+    if config.gpus:
+        devices = plan.devices_of(plan.parse_gpus(config.gpus, models), _gpus())
+    elif len(models) > 1 and _num_gpus(config):
+        example = " ".join(f"{name}:{number}" for number, name in enumerate(models))
+        raise StartRefused(f"several models on a host with GPUs: say which are whose, as in --gpus {example}")
+    served = []
+    for name, model in models.items():
+        folder = ModelFolder(name, find_model(model).path)
+        own = devices.get(name)
+        num_workers = _num_workers(config, folder) if own is None else len(own)
+        served.append(_Served(folder, plan.model_run_dir(config.run_dir, name), num_workers, own))
+    return served
 
 
 def _check(module: str, *arguments: str) -> None:
@@ -331,15 +373,20 @@ def _num_workers(config: ServeConfig, model: ModelFolder) -> int:
 
 
 def _num_gpus(config: ServeConfig) -> int:
-    """That this user may see, counted without loading torch."""
-    if config.device == "cpu":
-        return 0
+    return 0 if config.device == "cpu" else len(_gpus())
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this user may see, as CUDA_VISIBLE_DEVICES has them; counted without loading torch."""
     visible = configuration.visible_cuda_devices()
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if visible is None else len(visible)
+    if visible is not None:
+        return visible
+    return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
 def _num_cpu_workers(config: ServeConfig, model: ModelFolder) -> int:
-    """As many as there are threads to give each one, unless their copies of the weights took too much memory.
+    """As many as there are threads to give each one, unless their copies of the weights took too much memory. Of
+    several models each has its part of both.
 
     Threads of one step wait for each other after each operation, and an operation of a small model is short. Measured
     on 2026-11-30 with all-MiniLM-L6-v2 on two cores, steps of 512 tokens: two workers of a thread each do 1.6 times
@@ -347,15 +394,19 @@ def _num_cpu_workers(config: ServeConfig, model: ModelFolder) -> int:
     """
     num_threads = 1 if config.threads == "auto" else int(config.threads)
     num_copies = _CPU_WEIGHT_BYTES // max(model.weight_bytes(), 1)
-    return max(1, min(configuration.usable_cpus() // num_threads, num_copies, _MAX_CPU_WORKERS))
+    most = min(configuration.usable_cpus() // num_threads, num_copies, _MAX_CPU_WORKERS)
+    return max(1, most // max(1, len(config.models)))
 
 
-def _write_supervisord_conf(run_dir: str, environment: dict[str, str]) -> Path:
-    """A copy of the project's supervisord.conf with this suite's run folder, and its values in `environment`."""
+def _write_supervisord_conf(run_dir: str, environment: dict[str, str], several: Sequence[_Served] = ()) -> Path:
+    """A copy of the project's supervisord.conf with this suite's run folder, and its values in `environment`.
+
+    Of several models, each has programs of its own.
+    """
     source = Path(__file__).with_name("supervisord.conf")  # where a wheel has it
     if not source.exists():
         source = Path(__file__).parent.parent / "supervisord.conf"
-    values = ",".join(f'{name}="{_escaped(environment[name])}"' for name in _SUPERVISORD_VARIABLES)
+    values = _environment({name: environment[name] for name in _SUPERVISORD_VARIABLES})
     text, replaced = re.subn(
         r"^environment=HEDGEROW_HOST=.*$", lambda _: f"environment={values}", source.read_text(), flags=re.MULTILINE
     )
@@ -363,9 +414,42 @@ def _write_supervisord_conf(run_dir: str, environment: dict[str, str]) -> Path:
     # A process that is answering what it accepted must not be killed sooner than it gives up by itself.
     wait_s = int(environment["HEDGEROW_DRAIN_TIMEOUT_S"]) + _STOP_MARGIN_S
     text = re.sub(r"^stopwaitsecs=.*$", f"stopwaitsecs={wait_s}", text, flags=re.MULTILINE)
+    text = text.replace("%(here)s/run", _escaped(run_dir))
+    if several:
+        text, replaced = re.subn(
+            r"^\[program:(?P<role>scheduler|worker)\]\n(?P<lines>(?:\w.*\n)+)",
+            lambda program: "\n".join(_program_of(model, program["role"], program["lines"]) for model in several),
+            text,
+            flags=re.MULTILINE,
+        )
+        assert replaced == 2, "supervisord.conf has lost a program"
     target = Path(run_dir) / "supervisord.conf"
-    target.write_text(text.replace("%(here)s/run", _escaped(run_dir)))
+    target.write_text(text)
     return target
+
+
+def _program_of(model: _Served, role: str, lines: str) -> str:
+    """The section of a role's program for one of several models."""
+    values = {
+        "HEDGEROW_RUN_DIR": model.run_dir,
+        "HEDGEROW_MODEL": str(model.folder.path),
+        "HEDGEROW_SERVED_MODEL_NAME": model.folder.name,
+    }
+    if role == "scheduler":
+        values["HEDGEROW_WORKERS"] = str(model.num_workers)
+    if model.devices is not None:
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(model.devices)
+    own = _environment(values)
+    lines = re.sub(r"^numprocs=.*$", f"numprocs={model.num_workers}", lines, flags=re.MULTILINE)
+    if "environment=" in lines:
+        lines = lines.replace("environment=", f"environment={own},")
+    else:
+        lines = f"environment={own}\n{lines}"
+    return f"[program:{role}-{model.folder.name}]\n{lines}"
+
+
+def _environment(values: dict[str, str]) -> str:
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in values.items())
 
 
 def _escaped(value: str) -> str:

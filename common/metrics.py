@@ -3,6 +3,10 @@
 The processes of a suite write into small memory-mapped files below the run folder; whichever gateway answers
 /metrics adds them all up, so the answer is the same from each (prometheus_client's multiprocess mode). Counters outlive
 the process that counted; gauges go with it.
+
+Of several models each has such files in its own part of the run folder. What its scheduler and workers count gets the
+label `model`, of which they know nothing; what gateways count has none, since most of it (a connection, a route, a key)
+is no model's.
 """
 
 from __future__ import annotations
@@ -16,10 +20,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.plan import model_run_dir
+
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# What gateways alone count, and what they count as well as schedulers do. Every process has all families, at 0.
+_OF_GATEWAYS = frozenset(
+    {
+        "hedgerow_requests",
+        "hedgerow_request_seconds",
+        "hedgerow_input_tokens",
+        "hedgerow_inputs",
+        "hedgerow_key_tokens",
+        "hedgerow_clients_gone",
+        "hedgerow_resubmitted_requests",
+        "hedgerow_late_replies",
+    }
+)
+_OF_BOTH = frozenset({"hedgerow_refused_requests", "hedgerow_protocol_errors"})
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LAUNCH_SECONDS = (0.00005, 0.0001, 0.00015, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25)
@@ -129,23 +150,38 @@ def open_metrics(run_dir: str) -> Metrics:
     return Metrics()
 
 
-def render(run_dir: str) -> bytes:
-    """The text exposition of every process's metrics together."""
+def render(run_dir: str, models: Sequence[str] = ()) -> bytes:
+    """The text exposition of every process's metrics together, of several models with those of each."""
     from prometheus_client import CollectorRegistry, generate_latest
+
+    families = {family.name: family for family in _families(_folder(run_dir))}
+    if models:
+        families = {name: found for name, found in families.items() if name in _OF_GATEWAYS | _OF_BOTH}
+    for model in models:
+        for family in _families(_folder(model_run_dir(run_dir, model))):
+            if family.name in _OF_GATEWAYS:
+                continue
+            labelled = [sample._replace(labels=sample.labels | {"model": model}) for sample in family.samples]
+            family.samples = []
+            families.setdefault(family.name, family).samples += labelled
+    registry = CollectorRegistry()
+    registry.register(_Collected(families.values()))
+    return generate_latest(registry)
+
+
+def _families(folder: Path) -> Iterable[Metric]:
+    """What the processes of a folder have counted."""
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    folder = _folder(run_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
     with (folder / "lock").open("a") as lock:
         # One gateway at a time: nobody reads while counts move from one file to another.
         fcntl.flock(lock, fcntl.LOCK_EX)
         _fold_dead_processes(folder)
-        registry = CollectorRegistry()
         # A process that starts has its files for a moment before there is anything in them; the library cannot read
         # those, and one that is killed in that moment leaves them so.
         files = [str(path) for path in folder.glob("*.db") if not _is_empty(path)]
-        registry.register(_Collected(MultiProcessCollector.merge(files)))  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+        return MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from common.errors import (
     TooLarge,
 )
 from common.metrics import Metrics
-from common.protocol import Spans, max_rows
+from common.protocol import ModelFacts, Spans, max_rows
 from common.tokenization import TokenIds
 from common.transport import now_ns
 from gateway import cors, openapi
@@ -50,10 +50,11 @@ from gateway.auth import Key, KeyCheck, settle_lane
 from gateway.body import BodyLimits, read_body
 from gateway.budgets import Budgets
 from gateway.client import Embedded, OpenRequest, Options, Readiness, Rows, SchedulerClient
-from gateway.encoding import Encoder, Model, Threads
+from gateway.encoding import Model, Threads
 from gateway.formats import OCTETS, as_written, check_finite, json_list, prefers_octets
 from gateway.http import HttpLimits, Server
 from gateway.memory import Held, Memory
+from gateway.models import Models, Served
 from gateway.requests import (
     Asked,
     ContextualRequest,
@@ -66,10 +67,10 @@ from gateway.requests import (
     Outcome,
     PairsRequest,
     Request,
-    read_request,
+    read_fields,
 )
 from gateway.routes import operations, operations_by_path, pages
-from gateway.schema import unsupported
+from gateway.schema import Fields, parse_object, unsupported
 from gateway.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
@@ -93,17 +94,18 @@ T = TypeVar("T")
 class Stage:
     """How long a part of a request takes: as a context, what runs within it, also where that fails."""
 
-    __slots__ = ("began_ns", "ended_ns", "us")
+    __slots__ = ("_entered_ns", "began_ns", "ended_ns", "us")
 
     def __init__(self) -> None:
         self.us = self.began_ns = self.ended_ns = 0
 
     def __enter__(self) -> None:
-        self.began_ns = now_ns()
+        self._entered_ns = now_ns()
+        self.began_ns = self.began_ns or self._entered_ns
 
     def __exit__(self, *raised: object) -> None:
         self.ended_ns = now_ns()
-        self.us += (self.ended_ns - self.began_ns) // 1000
+        self.us += (self.ended_ns - self._entered_ns) // 1000
 
 
 class Call:
@@ -122,6 +124,7 @@ class Call:
         "render",
         "request",
         "request_id",
+        "served",
         "start_ns",
         "step_us",
         "tokenize",
@@ -139,6 +142,7 @@ class Call:
         self.deadline_ns = 0
         self.fingerprint: str | None = None
         self.held: Held | None = None  # of what a model is asked
+        self.served: Served  # the model that is asked, once that is known
         self.key: Key | None = None
         self.closes = False
         self.lane = ""
@@ -168,19 +172,26 @@ class _Route:
 
 
 class Gateway:
-    """The HTTP side of a running event loop. `client` is started and closed here."""
+    """The HTTP side of a running event loop.
+
+    `client` is that of the only model, or those of several by their names; it is started and closed here.
+    """
 
     def __init__(
-        self, config: GatewayConfig, client: SchedulerClient, metrics: Metrics, *, keys: KeyCheck | None = None
+        self,
+        config: GatewayConfig,
+        client: SchedulerClient | Mapping[str, SchedulerClient],
+        metrics: Metrics,
+        *,
+        keys: KeyCheck | None = None,
     ) -> None:
         self._config = config
-        self._client = client
         self._metrics = metrics
         self._keys = keys or KeyCheck()
         self._budgets = Budgets(config.run_dir)
         self._origins = cors.parse_origins(config.cors_origins)
         self._threads = Threads(config.tokenizer_threads)
-        self._encoder = Encoder(self._threads)
+        self._models = Models(client, self._threads, config.max_concurrent_requests)
         http_limits = HttpLimits(
             config.header_timeout_s, config.keepalive_timeout_s, _max_connections(config), config.write_timeout_s
         )
@@ -202,7 +213,7 @@ class Gateway:
             "/info": self._info,
             "/openapi.json": self._openapi,
             "/metrics": self._metrics_text,
-            _MODELS_PATH: self._models,
+            _MODELS_PATH: self._list_models,
             **{path: partial(self._page, page) for path, page in pages.load().items()},
         }
         self._routes = {path: _Route(path, {"GET": answer, "HEAD": answer}) for path, answer in questions.items()}
@@ -213,15 +224,12 @@ class Gateway:
 
     async def start(self, sock: socket.socket) -> None:
         """Serve on a listening socket, which is this object's from here on."""
-        self._client.on_facts = self._encoder.on_facts
-        self._client.start()
-        if self._client.facts is not None:
-            self._encoder.on_facts(self._client.facts)
+        self._models.start()
         self._listener = await asyncio.get_running_loop().create_server(self._server, sock=sock)
 
     async def wait_loaded(self) -> None:
-        """Return when the tokenizer of the facts that were told last is loaded, or cannot be."""
-        await self._encoder.wait_loaded()
+        """Return when the tokenizers of the facts that were told last are loaded, or cannot be."""
+        await self._models.wait_loaded()
 
     async def drain(self) -> None:
         """Accept nothing more; return when what was accepted is answered, or cut off at the end of its time."""
@@ -240,8 +248,7 @@ class Gateway:
         if self._listener is not None:
             self._listener.close()
         self._server.abort()
-        await self._encoder.close()
-        await self._client.close()
+        await self._models.close()
         self._threads.close()
 
     # --- every request ---
@@ -335,7 +342,13 @@ class Gateway:
                 self._num_running -= 1
 
     async def _run(self, operations: Sequence[Operation[Any]], call: Call) -> web.Response:
-        model, asked = await self._read(call, operations)
+        fields, size_bytes = await self._read(call)
+        with self._models.hold(fields.get("model")) as call.served:
+            model = await call.served.encoder.wait_for_model(call.deadline_ns)
+            read = partial(read_fields, fields, operations, model.facts, self._limits)
+            return await self._answer_asked(call, model, await self._parsed(call, read, size_bytes))
+
+    async def _answer_asked(self, call: Call, model: Model, asked: Asked | LocalRequest) -> web.Response:
         request = asked if isinstance(asked, LocalRequest) else asked.request
         call.lane = settle_lane(call.key, request.lane, request.usual_lane)
         if isinstance(asked, LocalRequest):
@@ -345,7 +358,7 @@ class Gateway:
             raise unsupported("partial", "a bare matrix cannot tell whose rows are missing")
         if call.key is not None:
             self._budgets.check(call.key, now_ns())
-        self._client.check_queue(call.lane, call.tenant)
+        call.served.client.check_queue(call.lane, call.tenant)
         outcome = await self._ask_model(call, model, asked.request)
         size = outcome.rows.size + asked.num_chars
         if matrix is not None:
@@ -365,14 +378,14 @@ class Gateway:
 
     async def _answer_locally(self, call: Call, model: Model, request: LocalRequest) -> web.Response:
         max_size = self._config.max_request_tokens
-        answers = await self._in_time(call, self._encoder.answer_locally(model, request, max_size=max_size))
+        answers = await self._in_time(call, call.served.encoder.answer_locally(model, request, max_size=max_size))
         return _json(await self._rendered(call, partial(json_list, answers), sum(map(len, answers)), _JOIN_ON_LOOP))
 
     async def _embed(self, call: Call, model: Model, request: EmbeddingRequest) -> Outcome:
         max_tokens = self._config.max_request_tokens
         if request.by_token:  # a row of each: no more of them than one message holds, or the answer has gigabytes
             max_tokens = min(max_tokens, max_rows(model.facts))
-        encoded = await self._in_time(call, self._encoder.encode_inputs(model, request, max_tokens=max_tokens))
+        encoded = await self._in_time(call, call.served.encoder.encode_inputs(model, request, max_tokens=max_tokens))
         runs = _by_encoding(request)
         self._charge(call, encoded.sequences, num_runs=len(runs))
         num_reruns = 0
@@ -410,7 +423,7 @@ class Gateway:
         assert model.chunks is not None, "no other model passes the dialect's parser"
         max_tokens = min(self._config.max_request_tokens, request.max_tokens)
         documents = await self._in_time(
-            call, self._encoder.encode_documents(model.chunks, request.documents, max_tokens=max_tokens)
+            call, call.served.encoder.encode_documents(model.chunks, request.documents, max_tokens=max_tokens)
         )
         sequences = [document.ids for document in documents]
         num_tokens = self._charge(call, sequences)
@@ -422,9 +435,9 @@ class Gateway:
         assert model.pairs is not None, "a model that scores takes pairs"
         max_tokens = self._config.max_request_tokens
         if isinstance(request, LabelsRequest):
-            encoding = self._encoder.encode_labelled(model.tokenizer, model.pairs, request, max_tokens=max_tokens)
+            encoding = call.served.encoder.encode_labelled(model.tokenizer, model.pairs, request, max_tokens=max_tokens)
         else:
-            encoding = self._encoder.encode_pairs(model.pairs, request, max_tokens=max_tokens)
+            encoding = call.served.encoder.encode_pairs(model.pairs, request, max_tokens=max_tokens)
         pairs = await self._in_time(call, encoding)
         type_starts = pairs.type_starts if model.facts.has_token_types else None
         num_tokens = self._charge(call, pairs.sequences)
@@ -440,8 +453,8 @@ class Gateway:
 
     # --- its steps ---
 
-    async def _read(self, call: Call, operations: Sequence[Operation[Any]]) -> tuple[Model, Asked | LocalRequest]:
-        """The model that is served, and what is asked of it."""
+    async def _read(self, call: Call) -> tuple[Fields, int]:
+        """The fields of a body, among them the model that is meant where a header names it; the body's size."""
         assert call.held is not None, "it was admitted"
         call.deadline_ns = self._deadline_ns(call)
         try:
@@ -450,11 +463,15 @@ class Gateway:
         except Overloaded:
             call.closes = True  # rather than read what there is no room for, to find the next request behind it
             raise
-        model = await self._encoder.wait_for_model(call.deadline_ns)
-        read = partial(read_request, body, operations, model.facts, self._limits)
+        fields = await self._parsed(call, partial(parse_object, body), len(body))
+        if self._models.several and "model" not in fields and "X-Model" in call.request.headers:
+            fields["model"] = call.request.headers["X-Model"]
+        return fields, len(body)
+
+    async def _parsed(self, call: Call, parse: Callable[[], T], size_bytes: int) -> T:
+        """What `parse` makes of a body, on a thread where it is larger than what the loop may stop for."""
         with call.parse:
-            asked = read() if len(body) <= _PARSE_ON_LOOP else await self._threads.run(read)
-        return model, asked
+            return parse() if size_bytes <= _PARSE_ON_LOOP else await self._threads.run(parse)
 
     async def _in_time(self, call: Call, tokenization: Awaitable[T]) -> T:
         """What it comes to before the deadline. Raises DeadlineExceeded."""
@@ -508,7 +525,7 @@ class Gateway:
         num_bytes = OpenRequest.num_bytes(sequences, options, spans)
         call.held.grow(num_bytes)
         try:
-            embedded = await self._client.submit(sequences, options, type_starts=type_starts, spans=spans)
+            embedded = await call.served.client.submit(sequences, options, type_starts=type_starts, spans=spans)
         except ServiceError:
             call.held.shrink(num_bytes)  # of a `partial` request what is good runs again
             raise
@@ -541,33 +558,44 @@ class Gateway:
         return _typed(operations.health())
 
     async def _ready(self, call: Call) -> web.Response:
-        readiness = self._readiness()
-        response = _typed(operations.ready(readiness, self._client.facts))
+        served = self._asked_about(call)
+        of_each: dict[str, Readiness] | None = None
+        if self._models.several and "X-Model" not in call.request.headers:
+            readiness = self._settled(self._models.readiness())
+            of_each = {name: self._settled(one.readiness()) for name, one in self._models.by_name.items()}
+        else:
+            readiness = self._settled(served.readiness())
+        response = _typed(operations.ready(readiness, served.known_name, of_each))
         if readiness.status != "ready":
             response.set_status(503)
             response.headers["Retry-After"] = "1"
         return response
 
-    def _readiness(self) -> Readiness:
-        readiness = self._client.readiness()
+    def _settled(self, readiness: Readiness) -> Readiness:
+        """The same while this process serves: of one that stops nothing is ready."""
         if self._draining:
             return replace(readiness, status="draining", reason="This gateway is stopping.")
-        if readiness.status == "ready" and self._encoder.reason:
-            return replace(readiness, status=self._encoder.status, reason=self._encoder.reason)
         return readiness
 
-    async def _models(self, call: Call) -> web.Response:
-        return _typed(operations.models(self._encoder.model.facts, self._created_s))
+    def _asked_about(self, call: Call) -> Served:
+        """The model that a question is about. Raises NotFound."""
+        return self._models.meant(call.request.headers.get("X-Model"))
+
+    async def _list_models(self, call: Call) -> web.Response:
+        return _typed(operations.models(self._models.names, self._created_s))
 
     async def _one_model(self, call: Call) -> web.Response:
         name = unquote(call.path.removeprefix(_MODELS_PATH + "/").removesuffix("/"))
-        return _typed(operations.model(name, self._encoder.model.facts, self._created_s))
+        return _typed(operations.model(name, self._models.names, self._created_s))
 
     async def _info(self, call: Call) -> web.Response:
-        return _typed(self._server_facts.info(self._client.facts))
+        of_each: dict[str, ModelFacts | None] | None = None
+        if self._models.several:
+            of_each = {name: one.client.facts for name, one in self._models.by_name.items()}
+        return _typed(self._server_facts.info(self._asked_about(call).client.facts, of_each))
 
     async def _metrics_text(self, call: Call) -> web.Response:
-        body = await asyncio.to_thread(metrics_module.render, self._config.run_dir)
+        body = await asyncio.to_thread(metrics_module.render, self._config.run_dir, list(self._models.by_name))
         return web.Response(body=body, headers={"Content-Type": metrics_module.CONTENT_TYPE})
 
     async def _openapi(self, call: Call) -> web.Response:

@@ -261,11 +261,13 @@ class Ledger:
         metrics: Metrics,
         now_ns: int,
         *,
+        model: str | None = None,  # of several, which one's scheduler it is
         jitter: random.Random | None = None,
     ) -> None:
         self.facts: ModelFacts | None = None
         self.refused: str | None = None  # why the scheduler will not have us
         self._name = name
+        self._scheduler = "the scheduler" if model is None else f"the scheduler of {model}"  # for the log
         self._send = send
         self._metrics = metrics
         self._pieces: dict[int, _Piece] = {}
@@ -370,10 +372,10 @@ class Ledger:
         elif isinstance(message, Trace):
             self._on_trace(message, now_ns)
         elif isinstance(message, Refuse):
-            logger.error("the scheduler refused this gateway: %s", message.message)
+            logger.error("%s refused this gateway: %s", self._scheduler, message.message)
             self.refused = f"The scheduler refused this gateway: {message.message}."
         else:
-            logger.warning("the scheduler sent a %s; ignored", type(message).__name__)
+            logger.warning("%s sent a %s; ignored", self._scheduler, type(message).__name__)
 
     def on_tick(self, now_ns: int) -> float:
         """Say that we are here, or ask to be let in; the seconds until the next tick."""
@@ -394,7 +396,7 @@ class Ledger:
         sent = self._send(message)
         if not (sent or self._died or self._welcome is None) and now_ns - self._last_heard_ns < _DISCONNECTED_NS:
             self._died = True
-            logger.warning("the scheduler is gone; %d requests wait for the next", len(self._pieces))
+            logger.warning("%s is gone; %d requests wait for the next", self._scheduler, len(self._pieces))
         return sent
 
     def _on_welcome(self, welcome: Welcome) -> None:
@@ -535,14 +537,14 @@ def _check_span_counts(span_counts: npt.NDArray[np.int32], most: int) -> None:
 class SchedulerClient:
     """The ledger on a running event loop. One DEALER socket, owned here; `close` closes it."""
 
-    def __init__(self, run_dir: str, name: str, metrics: Metrics) -> None:
+    def __init__(self, run_dir: str, name: str, metrics: Metrics, *, model: str | None = None) -> None:
         self.on_facts: Callable[[ModelFacts], None] | None = None  # called on the loop when facts come or change
         self.on_refused: Callable[[], object] | None = None  # called on the loop: another try is in vain
         self._metrics = metrics
         self._odd = Seldom(logger)  # what comes that is no message
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = Dealer(self._context, address(run_dir, "gateways"), "g")
-        self._ledger = Ledger(name, self._dealer.send, metrics, now_ns())
+        self._ledger = Ledger(name, self._dealer.send, metrics, now_ns(), model=model)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
         self._next_reconnect_ns = 0

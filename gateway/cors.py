@@ -10,7 +10,9 @@ import re
 from collections.abc import Collection, Mapping
 
 _ANY = "*"
-_ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id, x-request-timeout-ms, x-trace, accept"
+_ALLOWED_HEADERS = (
+    "authorization, content-type, x-api-key, x-model, x-request-id, x-request-timeout-ms, x-trace, accept"
+)
 _EXPOSED_HEADERS = (
     "X-Request-Id, Server-Timing, X-Trace, X-Model-Fingerprint, X-Embedding-Shape, X-Embedding-Dtype, "
     "Retry-After, retry-after-ms"

@@ -57,6 +57,12 @@ _PARAMETERS = [
         "schema": {"type": "string"},
         "example": "1",
     },
+    {
+        "name": "X-Model",
+        "in": "header",
+        "description": "Of several models, the one that is meant where the body has no `model`.",
+        "schema": {"type": "string"},
+    },
 ]
 
 # What a GET is answered with: the path, its summary, the type of its answer, or the name of a kind of text, and its
@@ -64,8 +70,8 @@ _PARAMETERS = [
 _QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
     ("/health", "Whether the gateway lives", Health, ()),
     ("/ready", "Whether a worker can serve; 503 with the reason where none can", Ready, ()),
-    ("/v1/models", "The model that is served", ModelList, (503,)),
-    ("/v1/models/{id}", "The same by its name", ModelCard, (404, 503)),
+    ("/v1/models", "The models that are served", ModelList, (503,)),
+    ("/v1/models/{id}", "One of them by its name", ModelCard, (404, 503)),
     ("/info", "Facts of the model, versions and limits", Info, ()),
     ("/metrics", "Prometheus metrics of all processes together", "text/plain", ()),
     ("/openapi.json", "This document", dict[str, Any], ()),

@@ -22,6 +22,7 @@ from common import log
 from common.config import GatewayConfig, api_key_from_environment
 from common.errors import EX_CONFIG
 from common.metrics import Metrics, open_metrics
+from common.plan import model_run_dir
 from gateway.app import Gateway
 from gateway.auth import KeyCheck, KeysRefused, known_keys
 from gateway.client import SchedulerClient
@@ -55,8 +56,13 @@ def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
 async def _serve(
     config: GatewayConfig, metrics: Metrics, keys: KeyCheck, sock: socket.socket, on_ready: Callable[[], None]
 ) -> int:
-    client = SchedulerClient(config.run_dir, f"gateway-{config.slot}", metrics)
-    gateway = Gateway(config, client, metrics, keys=keys)
+    name = f"gateway-{config.slot}"
+    of_models = {
+        model: SchedulerClient(model_run_dir(config.run_dir, model), name, metrics, model=model)
+        for model in config.models
+    }
+    clients = list(of_models.values()) or [SchedulerClient(config.run_dir, name, metrics)]
+    gateway = Gateway(config, of_models or clients[0], metrics, keys=keys)
     stop, stop_now, hangup = asyncio.Event(), asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -65,7 +71,8 @@ async def _serve(
 
     # Of another version than the scheduler, say after an upgrade: a new process has the code that is installed now. Not
     # at once, since it would be refused again where the scheduler is the old one; until then it answers 503.
-    client.on_refused = lambda: loop.call_later(_REFUSED_S, stop.set)
+    for client in clients:
+        client.on_refused = lambda: loop.call_later(_REFUSED_S, stop.set)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
@@ -87,7 +94,7 @@ async def _serve(
     renewing.cancel()
     await gateway.close()
     logger.info("stopped")
-    if client.refused:
+    if any(client.refused for client in clients):
         return EX_CONFIG
     return 0 if not stop_now.is_set() else 1
 

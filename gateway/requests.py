@@ -260,7 +260,13 @@ def read_request(
         InvalidRequest: with the code and `param` of the first thing that is wrong.
         NotFound: model_not_found.
     """
-    fields = parse_object(body)
+    return read_fields(parse_object(body), operations, facts, limits)
+
+
+def read_fields(
+    fields: Fields, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits
+) -> Asked | LocalRequest:
+    """The same of a body that is parsed."""
     operation = next((found for found in operations[:-1] if found.is_meant(fields, facts)), operations[-1])
     return operation.parse(typed(fields, operation.body), facts, limits)
 

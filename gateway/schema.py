@@ -70,7 +70,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Annotated[
         str | UnsetType,
         Meta(
-            description="The served name, with or without its organisation; left out, the model that is served.",
+            description="The served name, with or without its organisation; left out, the model that is served, of "
+            "several the one that `X-Model` names, or else the first.",
             extra_json_schema={"minLength": 1},
         ),
     ] = UNSET
@@ -163,9 +164,7 @@ def check_body(body: Body, facts: ModelFacts, task: str | None) -> None:
                 "model is empty; leave it out to use the one served.", param="model", code="missing_field"
             )
         if not is_served(model, facts.name):
-            raise NotFound(
-                "This model is not served here; GET /v1/models lists what is.", param="model", code="model_not_found"
-            )
+            raise model_not_found("model")
     if task is not None and task not in facts.tasks:
         raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(facts.tasks)}")
     if body.stream:
@@ -194,6 +193,10 @@ def is_served(model: str, name: str) -> bool:
     if "/" in name:
         return model == name.rpartition("/")[2]
     return model.endswith("/" + name) and _ORGANISATION.fullmatch(model[: -len(name)]) is not None
+
+
+def model_not_found(param: str | None = None) -> NotFound:
+    return NotFound("This model is not served here; GET /v1/models lists what is.", param=param, code="model_not_found")
 
 
 def empty_input(name: str, purpose: str = "embed") -> InvalidRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
@@ -9,14 +10,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from common.config import GatewayConfig
-from common.errors import NotFound
 from common.protocol import PROTOCOL_VERSION, ModelFacts, max_rows
 from common.tokenization import MAX_CHARS_PER_TOKEN
 from gateway.body import BodyLimits
 from gateway.client import Readiness
 from gateway.http import HttpLimits
 from gateway.routes import contextual, rerank
-from gateway.schema import is_served
+from gateway.schema import is_served, model_not_found
 
 _PACKAGES = ("aiohttp", "tokenizers", "pyzmq", "numpy")
 
@@ -30,13 +30,25 @@ class Workers(msgspec.Struct):
     total: int
 
 
-class Ready(msgspec.Struct):
-    """Whether a worker can serve."""
+Status = Literal["ready", "starting", "draining", "unavailable"]
 
-    status: Literal["ready", "starting", "draining", "unavailable"]
+
+class ModelReady(msgspec.Struct):
+    """Whether a worker of one of several models can serve."""
+
+    status: Status
+    workers: Workers
+    reason: str | UnsetType = UNSET
+
+
+class Ready(msgspec.Struct):
+    """Whether a worker can serve, of several models one of each."""
+
+    status: Status
     workers: Workers
     model: str | None
     reason: str | UnsetType = UNSET
+    models: Annotated[dict[str, ModelReady] | UnsetType, Meta(description="Of several models each by itself.")] = UNSET
 
 
 class ModelCard(msgspec.Struct):
@@ -146,6 +158,10 @@ class Info(msgspec.Struct):
     auto_truncate: bool
     tokenization_workers: int
     version: str | None
+    models: Annotated[
+        dict[str, ModelInfo | None] | UnsetType,
+        Meta(description="Of several models each by itself; all else is of the first, or of the one in `X-Model`."),
+    ] = UNSET
     model_sha: None = None
     max_batch_requests: None = None
     sha: None = None
@@ -157,24 +173,32 @@ def health() -> Health:
     return Health()
 
 
-def ready(readiness: Readiness, facts: ModelFacts | None) -> Ready:
+def ready(readiness: Readiness, model: str | None, each: Mapping[str, Readiness] | None = None) -> Ready:
+    """`each`: of several models."""
     return Ready(
         status=readiness.status,
         workers=Workers(readiness.workers_ready, readiness.workers_total),
-        model=None if facts is None else facts.name,
+        model=model,
         reason=readiness.reason or UNSET,
+        models=UNSET if each is None else {name: _model_ready(one) for name, one in each.items()},
     )
 
 
-def models(facts: ModelFacts, created_s: int) -> ModelList:
-    return ModelList([ModelCard(facts.name, created_s)])
+def _model_ready(readiness: Readiness) -> ModelReady:
+    workers = Workers(readiness.workers_ready, readiness.workers_total)
+    return ModelReady(readiness.status, workers, readiness.reason or UNSET)
 
 
-def model(name: str, facts: ModelFacts, created_s: int) -> ModelCard:
+def models(names: Sequence[str], created_s: int) -> ModelList:
+    return ModelList([ModelCard(name, created_s) for name in names])
+
+
+def model(name: str, names: Sequence[str], created_s: int) -> ModelCard:
     """Raises NotFound (model_not_found)."""
-    if not is_served(name, facts.name):
-        raise NotFound("This model is not served here; GET /v1/models lists what is.", code="model_not_found")
-    return ModelCard(facts.name, created_s)
+    for served in names:
+        if is_served(name, served):
+            return ModelCard(served, created_s)
+    raise model_not_found()
 
 
 class ServerFacts:
@@ -221,8 +245,8 @@ class ServerFacts:
         """This server's own; a copy that was never installed has none that it knows of."""
         return str(self._versions["hedgerow"] or "unknown")
 
-    def info(self, facts: ModelFacts | None) -> Info:
-        """The model, what runs it, and the limits."""
+    def info(self, facts: ModelFacts | None, each: Mapping[str, ModelFacts | None] | None = None) -> Info:
+        """The model, what runs it, and the limits; `each`: of several models."""
         config, limits = self._config, self._limits
         if facts is not None:
             limits = limits | {
@@ -245,6 +269,9 @@ class ServerFacts:
             auto_truncate=config.auto_truncate,
             tokenization_workers=config.tokenizer_threads,
             version=self.version,
+            models=UNSET
+            if each is None
+            else {name: None if one is None else _model_info(one) for name, one in each.items()},
         )
 
 

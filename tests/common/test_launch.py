@@ -97,6 +97,75 @@ def test_on_a_cpu_there_are_as_many_workers_as_cores_and_copies_of_the_weights_a
     assert launch._num_workers(config, ModelFolder("m", tmp_path)) == workers
 
 
+def several(run_dir: str) -> list[launch._Served]:
+    return [
+        launch._Served(ModelFolder("A", Path("/models/a")), f"{run_dir}/A", 2, ["0", "GPU-6f"]),
+        launch._Served(ModelFolder("b.2", Path("/models/b")), f"{run_dir}/b.2", 1, None),
+    ]
+
+
+def test_of_several_models_each_has_programs_and_a_folder_of_its_own(run_dir: str) -> None:
+    prepare_run_dir(run_dir)
+    path = launch._write_supervisord_conf(run_dir, to_environment(ServeConfig(run_dir=run_dir)), several(run_dir))
+    parser = configparser.RawConfigParser(inline_comment_prefixes=(" ;",))
+    parser.read(path)
+    shipped = configparser.RawConfigParser(inline_comment_prefixes=(" ;",))
+    shipped.read(Path(launch.__file__).parent.parent / "supervisord.conf")
+    assert [name for name in parser.sections() if "program" in name] == [
+        "program:scheduler-A",
+        "program:scheduler-b.2",
+        "program:worker-A",
+        "program:worker-b.2",
+        "fcgi-program:gateway",
+    ]
+    assert parser["program:scheduler-A"]["environment"] == (
+        f'HEDGEROW_RUN_DIR="{run_dir}/A",HEDGEROW_MODEL="/models/a",HEDGEROW_SERVED_MODEL_NAME="A",'
+        'HEDGEROW_WORKERS="2",CUDA_VISIBLE_DEVICES="0,GPU-6f"'
+    )
+    assert parser["program:worker-A"]["environment"] == (
+        f'HEDGEROW_RUN_DIR="{run_dir}/A",HEDGEROW_MODEL="/models/a",HEDGEROW_SERVED_MODEL_NAME="A",'
+        'CUDA_VISIBLE_DEVICES="0,GPU-6f",HEDGEROW_SLOT="%(process_num)d",OMP_WAIT_POLICY="passive"'
+    )
+    assert [parser[f"program:worker-{name}"]["numprocs"] for name in ("A", "b.2")] == ["2", "1"]
+    assert "CUDA_VISIBLE_DEVICES" not in parser["program:worker-b.2"]["environment"]
+    # All else is what it is for one model.
+    for role, name in (("scheduler", "scheduler-b.2"), ("worker", "worker-b.2")):
+        own, usual = dict(parser[f"program:{name}"]), dict(shipped[f"program:{role}"])
+        for changed in ("environment", "numprocs"):
+            own.pop(changed, None)
+            usual.pop(changed, None)
+        assert own == usual
+
+
+def test_on_a_host_with_gpus_several_models_are_not_started_before_it_is_said_whose_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(launch.StartRefused, match="as in --gpus A:0 B:1"):
+        launch._several(ServeConfig(models=("A=x", "B=y")))
+
+
+def test_a_model_has_a_worker_on_each_of_its_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    models = (f"A={tmp_path}", f"B={tmp_path}")
+    served = launch._several(ServeConfig(run_dir="/run/x", models=models, gpus=("A:0,2", "B:1")))
+    folder = tmp_path.resolve()
+    assert served == [
+        launch._Served(ModelFolder("A", folder), "/run/x/A", 2, ["4", "7"]),
+        launch._Served(ModelFolder("B", folder), "/run/x/B", 1, ["5"]),
+    ]
+
+
+@pytest.mark.parametrize(("workers", "of_each"), [("3", 3), ("auto", 2)])
+def test_on_a_cpu_each_model_has_as_many_workers_as_are_asked_for_or_its_part_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str, of_each: int
+) -> None:
+    monkeypatch.setattr("common.config.usable_cpus", lambda: 5)
+    models = (f"A={tmp_path}", f"B={tmp_path}")
+    served = launch._several(ServeConfig(models=models, device="cpu", workers=workers))
+    assert [(model.num_workers, model.devices) for model in served] == [(of_each, None), (of_each, None)]
+
+
 def test_a_value_that_supervisord_cannot_take_is_refused() -> None:
     for value in ('a"b', "50%c", "a\nb"):
         with pytest.raises(launch.StartRefused, match="quotation mark"):

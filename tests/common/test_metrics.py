@@ -52,6 +52,27 @@ def test_files_of_processes_that_have_only_begun_to_write_are_passed_over(run_di
 
 
 @pytest.mark.slow
+def test_of_several_models_each_has_its_own_counts_and_gateways_have_theirs_once(run_dir: str) -> None:
+    for folder in (run_dir, f"{run_dir}/A", f"{run_dir}/B", f"{run_dir}/B"):
+        run(COUNT, folder)
+    text = metrics.render(run_dir, ["A", "B"]).decode()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert [line for line in lines if line.startswith(("hedgerow_inputs", "hedgerow_queue_seconds_count"))] == [
+        "hedgerow_inputs_total 3.0",
+        'hedgerow_queue_seconds_count{model="A"} 1.0',
+        'hedgerow_queue_seconds_count{model="B"} 2.0',
+    ]
+    assert 'hedgerow_requests_total{route="/health",status="200"} 1.0' in lines
+    assert text.count("# TYPE hedgerow_queue_seconds histogram") == 1
+    assert len(lines) == len({line.partition(" ")[0] for line in lines})
+
+
+def test_what_gateways_count_is_in_the_catalogue() -> None:
+    catalogue = {found._name for found in vars(metrics.Metrics()).values()}
+    assert catalogue >= metrics._OF_GATEWAYS | metrics._OF_BOTH
+
+
+@pytest.mark.slow
 def test_a_new_suite_counts_from_nothing(run_dir: str) -> None:
     run(COUNT, run_dir)
     metrics.clear(run_dir)

@@ -36,7 +36,7 @@ from tests.gateway.conftest import DIMENSIONS, VOCAB_SIZE, Running, Serve
 from tests.gateway.wire import Answer, Wire, ask
 
 BEARER = {"Authorization": "Bearer sesame"}
-HEADERS = ["X-Request-Timeout-Ms", "X-Trace"]  # that requests which run a model may have
+HEADERS = ["X-Request-Timeout-Ms", "X-Trace", "X-Model"]  # that requests which run a model may have
 
 
 @pytest.fixture(scope="module")
@@ -410,8 +410,8 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def unhurried(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without the header that sets a deadline: a millisecond is rightly answered with 504, and were 60,000
-    the least, less would be held to be wrong. What is wrong there is a row of bad_input.toml."""
+    """The document without the header that sets a deadline: a millisecond is rightly answered with 504, and were
+    60,000 the least, less would be held to be wrong. What is wrong there is a row of bad_input.toml."""
     document = copy.deepcopy(document)
     for operation in _operations_in_time(document):
         del operation["parameters"][0]
