@@ -17,8 +17,7 @@ class Refusal extends Error {
 }
 
 /** The answer to a GET, or to a POST of `body` as JSON. Throws Refusal, or TypeError where nothing answers. */
-async function ask(path, body) {
-  const headers = {};
+async function ask(path, body, headers = {}) {
   const key = sessionStorage.getItem(KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";

@@ -42,6 +42,7 @@ const linesOf = (text) =>
 
 let model = null;
 let isKnown = false; // /info has answered
+let shownName = null; // of several models, the name of the one that is shown and tried; null: the first, or the only one
 
 // The key (null: none) that a path refused: it is not asked again with the same one. /metrics may need none, from this
 // server's own host.
@@ -49,8 +50,9 @@ const refused = new Map();
 const isRefused = (path) => refused.get(path) === sessionStorage.getItem(KEY);
 
 async function showInfo() {
-  const info = await (await ask("/info")).json();
+  const info = await (await ask("/info", undefined, shownName === null ? {} : { "X-Model": shownName })).json();
   byId("info-error").replaceChildren();
+  showNames(Object.keys(info.models ?? {}));
   isKnown = true;
   model = info.model;
   const tasks = model?.tasks ?? [];
@@ -87,6 +89,16 @@ async function showInfo() {
   if (chosen) select.options[0].remove(); // it cannot be left out by name: what the model declares is the default
   byId("prompt-row").hidden = model.prompts.length === 0;
 }
+
+/** Let one of several models be chosen. */
+function showNames(names) {
+  const select = byId("which");
+  byId("which-row").hidden = names.length < 2;
+  if (select.options.length !== names.length) select.replaceChildren(...names.map((name) => new Option(name, name)));
+}
+
+/** A body as it is asked of the model that is shown. */
+const ofShown = (body) => (shownName === null ? body : { ...body, model: shownName });
 
 function showState(state, text) {
   const place = byId("state");
@@ -254,7 +266,7 @@ async function tick() {
       ready.status,
       `${STATES[ready.status] ?? ready.status}, ${ready.workers.ready} of ${ready.workers.total} workers${reason}`,
     );
-    if (!isRefused("/info") && (!isKnown || ready.model !== (model?.name ?? null))) await refreshInfo();
+    if (!isRefused("/info") && (!isKnown || (shownName ?? ready.model) !== (model?.name ?? null))) await refreshInfo();
     if (isRefused("/metrics")) return;
     showSample(readSample(await (await ask("/metrics")).text(), ready));
     byId("live-error").replaceChildren();
@@ -356,7 +368,7 @@ function strip(vector) {
 }
 
 async function tryText() {
-  const body = { input: byId("text").value };
+  const body = ofShown({ input: byId("text").value });
   const prompt = byId("prompt").value;
   if (!byId("prompt-row").hidden && prompt) body.prompt_name = prompt;
   const answer = await ask("/v1/embeddings", body);
@@ -396,7 +408,8 @@ function cosine(a, b) {
 async function compareSentences() {
   const lines = linesOf(byId("sentences").value);
   const input = lines.slice(0, MAX_COMPARED);
-  const answer = await ask("/v1/embeddings", { input });
+  const body = ofShown({ input });
+  const answer = await ask("/v1/embeddings", body);
   const { data, usage } = await answer.json();
   const vectors = data.map(({ embedding }) => embedding);
   const columns = input.map((_, index) => make("th", { scope: "col" }, String(index + 1)));
@@ -423,13 +436,13 @@ async function compareSentences() {
     ...(cut
       ? [make("p", { class: "hint" }, `Only the first ${MAX_COMPARED} are compared; ${cut} more were left out.`)]
       : []),
-    asCurl("/v1/embeddings", { input }),
+    asCurl("/v1/embeddings", body),
   ];
 }
 
 async function rerankDocuments() {
   const documents = linesOf(byId("documents").value);
-  const body = { query: byId("query").value, documents };
+  const body = ofShown({ query: byId("query").value, documents });
   const answer = await ask("/v1/rerank", body);
   const { results, usage } = await answer.json();
   const scores = results.map((result) => result.relevance_score);
@@ -463,6 +476,12 @@ wireKey(() => {
   refused.clear();
   isKnown = false;
   refreshInfo().catch(() => {}); // nothing answers: the next tick says so
+});
+byId("which").addEventListener("change", () => {
+  shownName = byId("which").value;
+  // What the other model has made says nothing of this one.
+  for (const name of ["text", "compare", "rerank"]) byId(`${name}-outcome`).replaceChildren();
+  refreshInfo().catch(() => {});
 });
 buildTiles();
 keepTicking();

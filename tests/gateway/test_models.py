@@ -16,6 +16,7 @@ from common.metrics import Metrics
 from common.protocol import Batch, ModelFacts, Result
 from gateway.app import Gateway
 from gateway.client import Readiness, SchedulerClient
+from tests.browser import Browser
 from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_row
 from tests.gateway.conftest import Serve, Stub, listening_socket, vector, with_tokenizer
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
@@ -185,6 +186,31 @@ async def test_info_is_of_the_first_or_of_the_one_in_the_header_and_lists_all(tw
     assert (first["model_id"], first["limits"]["max_input_tokens"]) == ("A", 16)
     assert (second["model_id"], second["limits"]["max_input_tokens"]) == ("B", 4)
     assert {name: one["dimensions"] for name, one in first["models"].items()} == {"A": 12, "B": NARROW}
+
+
+@pytest.mark.slow
+async def test_on_the_page_each_model_can_be_chosen_looked_at_and_tried(two: Two, browser: Browser) -> None:
+    two.b.status = Readiness("unavailable", 0, 1, "No worker is ready.")
+    tab = await browser.tab()
+    await tab.open(f"http://127.0.0.1:{two.port}/")
+    await tab.until("document.querySelector('h1').innerText === 'A'")
+    assert await tab.texts("#state") == ["Cannot serve, 1 of 2 workers. B: No worker is ready."]
+    assert await tab.texts("#which option") == ["A", "B"]
+
+    await tab.run("(which => { which.value = 'B'; which.dispatchEvent(new Event('change')); })(byId('which'))")
+    await tab.until("document.querySelector('h1').innerText === 'B'")
+    facts = dict(zip(await tab.texts("#facts dt"), await tab.texts("#facts dd"), strict=True))
+    await tab.fill("#text", "v3")
+    await tab.click("#text-form button")
+    await tab.until("document.querySelector('#vector-head')")
+
+    assert (facts["Dimensions"], facts["Longest input"]) == (str(NARROW), "4 tokens")
+    np.testing.assert_allclose(
+        np.array(await tab.texts("#vector-head li"), dtype=float), vector([3], dimensions=NARROW), rtol=1e-6
+    )
+    assert '"model":"B"' in await tab.run("document.querySelector('#text-outcome .as-curl code').textContent")
+    assert two.a.submitted == []
+    assert all("503" in text for text in tab.complaints)
 
 
 # --- none is harmed by another ---
