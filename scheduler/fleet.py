@@ -102,6 +102,7 @@ class Worker:
     longest: int = 0  # tokens of the longest sequence that it has run
     rests_until_ns: int = 0  # no new work before
     times: StepTimes | None = None  # of the batch whose result comes next, where that is followed
+    worked_ns: int = 0  # how long it has had something in its hands, or as long as whoever had most when it came
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +155,8 @@ class Fleet:
         self._next_batch_id = 1
 
     def join(self, worker: Worker) -> None:
+        # Who is new has nothing to catch up with; least of all one that dies again and again.
+        worker.worked_ns = max((other.worked_ns for other in self._workers.values()), default=0)
         self._workers[worker.peer] = worker
 
     def leave(self, peer: bytes) -> list[InFlight]:
@@ -194,7 +197,8 @@ class Fleet:
             and (free_at_ns := worker.free_at_ns(now_ns, begins_in_ns, late=late)) is not None
             and free_at_ns <= now_ns
         ]
-        return min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens), default=None)
+        # Of idle ones who has worked least, so that all do as much, and one that is slower less, in any load.
+        return min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, worker.worked_ns), default=None)
 
     def begins_in_ns(self, now_ns: int) -> int:
         """How long it takes until a worker can begin something new, as predicted; 0 where none is heard of."""
@@ -298,6 +302,7 @@ class Fleet:
         batch = worker.in_flight.pop(batch_id, None)
         if batch is not None:
             worker.num_missing = 0
+            worker.worked_ns += now_ns - worker.running_since_ns
             worker.running_since_ns = now_ns
         return batch
 

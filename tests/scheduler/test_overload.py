@@ -82,10 +82,23 @@ class Simulation:
         )
         self._perform(self.core.on_gateway_message(b"g", Join(PROTOCOL_VERSION, "g", 1), self.now_ns))
         for number in range(self.num_workers):
-            peer = b"w%d" % number
-            self._held[peer] = deque()
-            self._perform(self.core.on_worker_message(peer, Hello(PROTOCOL_VERSION, f"w{number}", 1, FACTS), 0))
+            self.join(b"w%d" % number)
         self.run([Asked(self.now_ns + index * SECOND, 0, (4 << index,)) for index in range(5)])  # it learns
+
+    def join(self, peer: bytes) -> None:
+        self._held[peer] = deque()
+        hello = Hello(PROTOCOL_VERSION, peer.decode(), 1, FACTS)
+        self._perform(self.core.on_worker_message(peer, hello, self.now_ns))
+
+    def cost_ns(self, peer: bytes) -> int:
+        """Of the step that a worker runs."""
+        return _STEP_NS + len(self._held[peer][0].token_ids) * _TOKEN_NS
+
+    def finished(self, peer: bytes, num_tokens: int) -> None:
+        """A worker has run a step of so many tokens."""
+
+    def passed(self) -> None:
+        """Time has passed."""
 
     def run(self, asked: list[Asked]) -> None:
         """Until all of these, in the order of time, are answered."""
@@ -108,6 +121,7 @@ class Simulation:
                 self._finish(heapq.heappop(self._done)[1])
             while arrivals and arrivals[0][1].at_ns <= self.now_ns:
                 self._arrive(*arrivals.popleft())
+            self.passed()
             self._perform(self.core.on_tick(self.now_ns))
 
     def _arrive(self, request_id: int, asked: Asked) -> None:
@@ -121,13 +135,14 @@ class Simulation:
         batch = self._held[peer][0]
         for request_id in set(batch.token_ids.tolist()):
             self._asked[request_id].begun_ns = self.now_ns
-        heapq.heappush(self._done, (self.now_ns + _STEP_NS + len(batch.token_ids) * _TOKEN_NS, peer))
+        heapq.heappush(self._done, (self.now_ns + self.cost_ns(peer), peer))
 
     def _finish(self, peer: bytes) -> None:
+        step_us = self.cost_ns(peer) // 1000
         batch = self._held[peer].popleft()
         if self._held[peer]:
             self._begin(peer)
-        step_us = (_STEP_NS + len(batch.token_ids) * _TOKEN_NS) // 1000
+        self.finished(peer, len(batch.token_ids))
         rows = np.zeros((batch.num_rows, row_bytes(0, DIMENSIONS)), dtype=np.uint8)
         result = Result(EPOCH, batch.batch_id, step_us, np.zeros(0, dtype=np.int32), rows)
         self._perform(self.core.on_worker_message(peer, result, self.now_ns))
