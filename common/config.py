@@ -21,6 +21,7 @@ from typing import Any, TypeVar, get_type_hints
 from common import plan
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
+TASKS = ("auto", "embed", "score", "sparse")
 _PREFIX = "HEDGEROW_"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 
@@ -34,7 +35,7 @@ def _task_option() -> Any:  # noqa: ANN401  # a field of a dataclass
         "auto",
         "what the model is for; score: a Qwen3-Reranker or a bge-reranker-v2-gemma, whose files do not say that it "
         "scores; sparse: a masked language model, whose files do not say that it is a SPLADE",
-        choices=("auto", "embed", "score", "sparse"),
+        choices=TASKS,
     )
 
 
@@ -163,6 +164,9 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
     models: tuple[str, ...] = _option(  # reduced to its names before any process loads it
         (), "several models, each as NAME=MODEL: what stands after `hedgerow serve`"
     )
+    task: str = _option(  # one of TASKS to each process
+        "auto", f"what the model is for: {', '.join(TASKS)}; of several models what single ones are for, as in B:score"
+    )
     gpus: tuple[str, ...] = _option(
         (), "the GPUs of each of several models, as in A:0-1 B:2; numbers are those of the GPUs that are visible"
     )
@@ -181,7 +185,9 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
             _number_or_auto(name, str(getattr(self, name)))
 
     def _check_models(self) -> None:
-        gpus = plan.parse_gpus(self.gpus, plan.parse_models(self.models))
+        models = plan.parse_models(self.models)
+        plan.parse_tasks(self.task, models or [self.model], TASKS)
+        gpus = plan.parse_gpus(self.gpus, models)
         if self.models and self.served_model_name:
             raise ValueError("--served-model-name is for one model; of several each is called as in NAME=MODEL")
         if gpus and self.device == "cpu":

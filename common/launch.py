@@ -261,6 +261,7 @@ class _Served:
 
     folder: ModelFolder  # by the name that clients use
     run_dir: str
+    task: str
     num_workers: int
     devices: Sequence[str] | None  # for CUDA_VISIBLE_DEVICES, one a worker; None: as it is
 
@@ -271,7 +272,7 @@ def _serve(flags: list[str]) -> int:
     try:
         served = _several(config) if config.models else [_alone(config)]
         for model in served:
-            _check("worker.checkpoint", str(model.folder.path), config.task)
+            _check("worker.checkpoint", str(model.folder.path), model.task)
         if config.api_keys_file:
             _check("gateway.auth", config.api_keys_file)
         run_dirs = dict.fromkeys([config.run_dir, *(model.run_dir for model in served)])
@@ -289,6 +290,7 @@ def _serve(flags: list[str]) -> int:
         environment["HEDGEROW_MODELS"] = " ".join(model.folder.name for model in served if config.models)
         environment["HEDGEROW_MODEL"] = str(served[0].folder.path)
         environment["HEDGEROW_SERVED_MODEL_NAME"] = served[0].folder.name
+        environment["HEDGEROW_TASK"] = served[0].task
         environment["HEDGEROW_WORKERS"] = str(sum(model.num_workers for model in served))
         conf = _write_supervisord_conf(config.run_dir, environment, served if config.models else ())
     except (ModelNotFound, StartRefused, AddressInUse, OSError, ValueError) as error:
@@ -314,12 +316,14 @@ def _alone(config: ServeConfig) -> _Served:
     """Raises ModelNotFound."""
     folder = find_model(config.model)
     folder = ModelFolder(config.served_model_name or folder.name, folder.path)
-    return _Served(folder, config.run_dir, _num_workers(config, folder), None)
+    task = plan.parse_tasks(config.task, [config.model], configuration.TASKS)[config.model]
+    return _Served(folder, config.run_dir, task, _num_workers(config, folder), None)
 
 
 def _several(config: ServeConfig) -> list[_Served]:
     """Raises ModelNotFound, ValueError (a GPU that is not there), or StartRefused: who has which GPU is not said."""
     models = plan.parse_models(config.models)
+    tasks = plan.parse_tasks(config.task, models, configuration.TASKS)
     devices: dict[str, list[str]] = {}
     if config.gpus:
         devices = plan.devices_of(plan.parse_gpus(config.gpus, models), _gpus())
@@ -331,7 +335,7 @@ def _several(config: ServeConfig) -> list[_Served]:
         folder = ModelFolder(name, find_model(model).path)
         own = devices.get(name)
         num_workers = _num_workers(config, folder) if own is None else len(own)
-        served.append(_Served(folder, plan.model_run_dir(config.run_dir, name), num_workers, own))
+        served.append(_Served(folder, plan.model_run_dir(config.run_dir, name), tasks[name], num_workers, own))
     return served
 
 
@@ -434,6 +438,7 @@ def _program_of(model: _Served, role: str, lines: str) -> str:
         "HEDGEROW_RUN_DIR": model.run_dir,
         "HEDGEROW_MODEL": str(model.folder.path),
         "HEDGEROW_SERVED_MODEL_NAME": model.folder.name,
+        "HEDGEROW_TASK": model.task,
     }
     if role == "scheduler":
         values["HEDGEROW_WORKERS"] = str(model.num_workers)

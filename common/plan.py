@@ -53,6 +53,26 @@ def check_name(name: str) -> None:
         raise ValueError(f"a model cannot be called {name}: the run folder has a folder of that name")
 
 
+def parse_tasks(text: str, names: Collection[str], tasks: Sequence[str]) -> dict[str, str]:
+    """What each model is for, which is one of `tasks`: of `score` all are for that, of `A:embed,B:score` these two.
+
+    Raises:
+        ValueError: it cannot be read, or names no model.
+    """
+    usual, own = "auto", {}
+    for part in text.split(","):
+        name, of_one, task = part.rpartition(":")
+        if task not in tasks:
+            raise ValueError(f"--task {part!r}: needs one of {', '.join(tasks)}, or NAME:TASK, as in A:{tasks[-1]}")
+        if not of_one:
+            usual = task
+        elif name in names:
+            own[name] = task
+        else:
+            raise ValueError(f"--task {part}: no model is called {name}; there {_list_of(names)}")
+    return {name: own.get(name, usual) for name in names}
+
+
 def parse_gpus(texts: Sequence[str], names: Collection[str]) -> dict[str, list[int]]:
     """The numbers of each model's GPUs, of `A:0-1 B:2,4`; of no texts none.
 

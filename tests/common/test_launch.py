@@ -99,8 +99,8 @@ def test_on_a_cpu_there_are_as_many_workers_as_cores_and_copies_of_the_weights_a
 
 def several(run_dir: str) -> list[launch._Served]:
     return [
-        launch._Served(ModelFolder("A", Path("/models/a")), f"{run_dir}/A", 2, ["0", "GPU-6f"]),
-        launch._Served(ModelFolder("b.2", Path("/models/b")), f"{run_dir}/b.2", 1, None),
+        launch._Served(ModelFolder("A", Path("/models/a")), f"{run_dir}/A", "auto", 2, ["0", "GPU-6f"]),
+        launch._Served(ModelFolder("b.2", Path("/models/b")), f"{run_dir}/b.2", "score", 1, None),
     ]
 
 
@@ -119,15 +119,16 @@ def test_of_several_models_each_has_programs_and_a_folder_of_its_own(run_dir: st
         "fcgi-program:gateway",
     ]
     assert parser["program:scheduler-A"]["environment"] == (
-        f'HEDGEROW_RUN_DIR="{run_dir}/A",HEDGEROW_MODEL="/models/a",HEDGEROW_SERVED_MODEL_NAME="A",'
+        f'HEDGEROW_RUN_DIR="{run_dir}/A",HEDGEROW_MODEL="/models/a",HEDGEROW_SERVED_MODEL_NAME="A",HEDGEROW_TASK="auto",'
         'HEDGEROW_WORKERS="2",CUDA_VISIBLE_DEVICES="0,GPU-6f"'
     )
     assert parser["program:worker-A"]["environment"] == (
-        f'HEDGEROW_RUN_DIR="{run_dir}/A",HEDGEROW_MODEL="/models/a",HEDGEROW_SERVED_MODEL_NAME="A",'
+        f'HEDGEROW_RUN_DIR="{run_dir}/A",HEDGEROW_MODEL="/models/a",HEDGEROW_SERVED_MODEL_NAME="A",HEDGEROW_TASK="auto",'
         'CUDA_VISIBLE_DEVICES="0,GPU-6f",HEDGEROW_SLOT="%(process_num)d",OMP_WAIT_POLICY="passive"'
     )
     assert [parser[f"program:worker-{name}"]["numprocs"] for name in ("A", "b.2")] == ["2", "1"]
     assert "CUDA_VISIBLE_DEVICES" not in parser["program:worker-b.2"]["environment"]
+    assert 'HEDGEROW_TASK="score"' in parser["program:worker-b.2"]["environment"]
     # All else is what it is for one model.
     for role, name in (("scheduler", "scheduler-b.2"), ("worker", "worker-b.2")):
         own, usual = dict(parser[f"program:{name}"]), dict(shipped[f"program:{role}"])
@@ -148,11 +149,11 @@ def test_on_a_host_with_gpus_several_models_are_not_started_before_it_is_said_wh
 def test_a_model_has_a_worker_on_each_of_its_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
     models = (f"A={tmp_path}", f"B={tmp_path}")
-    served = launch._several(ServeConfig(run_dir="/run/x", models=models, gpus=("A:0,2", "B:1")))
+    served = launch._several(ServeConfig(run_dir="/run/x", models=models, gpus=("A:0,2", "B:1"), task="B:score"))
     folder = tmp_path.resolve()
     assert served == [
-        launch._Served(ModelFolder("A", folder), "/run/x/A", 2, ["4", "7"]),
-        launch._Served(ModelFolder("B", folder), "/run/x/B", 1, ["5"]),
+        launch._Served(ModelFolder("A", folder), "/run/x/A", "auto", 2, ["4", "7"]),
+        launch._Served(ModelFolder("B", folder), "/run/x/B", "score", 1, ["5"]),
     ]
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from common import plan
-from common.config import GatewayConfig, ServeConfig, load
+from common.config import TASKS, GatewayConfig, ServeConfig, load
 
 
 def test_models_are_named_in_their_order() -> None:
@@ -29,6 +29,20 @@ def test_several_models_come_by_flags_or_by_variables() -> None:
 
 def test_a_gateway_is_told_names_alone() -> None:
     assert load(GatewayConfig, [], {"HEDGEROW_MODELS": "A B"}).models == ("A", "B")
+
+
+@pytest.mark.parametrize(
+    ("flags", "tasks"),
+    [
+        ([], {"A": "auto", "B": "auto"}),
+        (["--task", "score"], {"A": "score", "B": "score"}),
+        (["--task", "B:score"], {"A": "auto", "B": "score"}),
+        (["--task", "embed,B:score"], {"A": "embed", "B": "score"}),
+    ],
+)
+def test_a_task_is_all_models_or_one_of_thems(flags: list[str], tasks: dict[str, str]) -> None:
+    config = load(ServeConfig, ["A=x", "B=y", *flags], {})
+    assert plan.parse_tasks(config.task, ["A", "B"], TASKS) == tasks
 
 
 def test_gpus_are_numbers_and_ranges() -> None:
@@ -60,6 +74,9 @@ def test_a_gpu_that_is_not_there_is_refused(visible: list[str], there: str) -> N
         (["-A=x"], "unrecognized arguments: -A=x"),
         (["metrics=x"], "cannot be called metrics: the run folder has a folder of that name"),
         (["budgets=x"], "cannot be called budgets"),
+        (["--task", "rank", "x"], "--task 'rank': needs one of auto, embed, score, sparse"),
+        (["A=x", "--task", "A:rank"], "--task 'A:rank': needs one of auto, embed, score, sparse"),
+        (["A=x", "--task", "C:score"], "--task C:score: no model is called C; there is A"),
         (["A=x", "--gpus", "B:0"], "--gpus B:0: no model is called B; there is A"),
         (["A=x", "B=y", "--gpus", "A:0", "C:1"], "no model is called C; there are A, B"),
         (["x", "--gpus", "A:0"], "no model is called A; there is one model without a name: write NAME=MODEL"),
