@@ -18,8 +18,8 @@ from pathlib import Path
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _GPUS = re.compile(r".+:\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 
-# Folders that a run folder has besides those of models.
-_TAKEN = ("metrics", "budgets")
+# What a run folder has besides the folders of models.
+_TAKEN = re.compile(r"metrics|budgets|.*\.(conf|lock|pid|sock|starts)")
 
 
 def is_named(text: str) -> bool:
@@ -49,8 +49,10 @@ def check_name(name: str) -> None:
     """Raises ValueError where a model cannot be called so."""
     if _NAME.fullmatch(name) is None:
         raise ValueError(f"a model cannot be called {name!r}: letters, digits, '.', '_' and '-', the first no sign")
-    if name in _TAKEN:
-        raise ValueError(f"a model cannot be called {name}: the run folder has a folder of that name")
+    if _TAKEN.fullmatch(name) is not None:
+        raise ValueError(
+            f"a model cannot be called {name}: the run folder, where it has its own, uses such names itself"
+        )
 
 
 def parse_tasks(text: str, names: Collection[str], tasks: Sequence[str]) -> dict[str, str]:

@@ -41,6 +41,13 @@ _FAILURES = {
     505: "Neither HTTP/1.1 nor HTTP/1.0.",
 }
 
+_MODEL = {
+    "name": "X-Model",
+    "in": "header",
+    "description": "Of several models, the one that is meant where no body names one.",
+    "schema": {"type": "string"},
+}
+
 # What the header of a request may say.
 _PARAMETERS = [
     {
@@ -57,22 +64,17 @@ _PARAMETERS = [
         "schema": {"type": "string"},
         "example": "1",
     },
-    {
-        "name": "X-Model",
-        "in": "header",
-        "description": "Of several models, the one that is meant where the body has no `model`.",
-        "schema": {"type": "string"},
-    },
+    _MODEL,
 ]
 
 # What a GET is answered with: the path, its summary, the type of its answer, or the name of a kind of text, and its
 # other statuses.
 _QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
     ("/health", "Whether the gateway lives", Health, ()),
-    ("/ready", "Whether a worker can serve; 503 with the reason where none can", Ready, ()),
+    ("/ready", "Whether a worker of each model can serve; 503 with the reason where none can", Ready, (404,)),
     ("/v1/models", "The models that are served", ModelList, (503,)),
     ("/v1/models/{id}", "One of them by its name", ModelCard, (404, 503)),
-    ("/info", "Facts of the model, versions and limits", Info, ()),
+    ("/info", "Facts of the model, versions and limits", Info, (404,)),
     ("/metrics", "Prometheus metrics of all processes together", "text/plain", ()),
     ("/openapi.json", "This document", dict[str, Any], ()),
     ("/", "A page: what is served, how busy it is, and a place to try it", "text/html", ()),
@@ -135,6 +137,8 @@ def _question(
         responses["503"] = {"description": "Not now; `Retry-After` says when to ask again.", "content": content}
     responses |= _failures((401, 405, *failures), schema_of)
     found: dict[str, object] = {"summary": summary, "tags": ["Operations"], "responses": responses}
+    if answer in (Ready, Info):
+        found["parameters"] = [_MODEL]
     if "{id}" in path:
         found["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return found
