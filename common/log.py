@@ -38,7 +38,7 @@ class _DroppingHandler(logging.handlers.QueueHandler):
         try:
             with self._lock:
                 if self._dropped:
-                    self.queue.put_nowait(_dropped_record(self._dropped))
+                    self.queue.put_nowait(_told(f"{self._dropped} log records were dropped: nobody read them"))
                     self._dropped = 0
             self.queue.put_nowait(record)
         except queue.Full:
@@ -46,16 +46,36 @@ class _DroppingHandler(logging.handlers.QueueHandler):
                 self._dropped += 1
 
 
-def _dropped_record(count: int) -> logging.LogRecord:
-    return logging.LogRecord(
-        __name__,
-        logging.WARNING,
-        __file__,
-        0,
-        "%d log records were dropped: nobody read them",
-        (count,),
-        None,
-    )
+def _told(text: str) -> logging.LogRecord:
+    """What the log has to say of itself."""
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+
+
+class _File(logging.handlers.RotatingFileHandler):
+    """Counts what it cannot write, since the disk is full, say, and tells when it can again.
+
+    The base class would tell standard error of each, with a traceback.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=_FILE_BYTES, backupCount=_FILES)
+        self._unwritten = 0
+        self._reason: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before = self._unwritten
+        super().emit(record)
+        if before and self._unwritten == before:
+            count, self._unwritten = self._unwritten, 0
+            super().emit(_told(f"{count} log records could not be written when they came: {self._reason}"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._unwritten += 1
+            self._reason = error.strerror
+        else:
+            super().handleError(record)
 
 
 class _EscapingFormatter(logging.Formatter):
@@ -103,7 +123,7 @@ def set_up(process: str, level: str, log_dir: str = "") -> logging.handlers.Queu
     if log_dir:
         Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         path = Path(log_dir) / f"{process}.log"
-        target = logging.handlers.RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_FILES)
+        target = _File(path)
     else:
         target = logging.StreamHandler(sys.stderr)
     target.setFormatter(_EscapingFormatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s"))

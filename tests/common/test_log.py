@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,43 @@ def test_a_line_break_in_a_value_cannot_forge_a_line(tmp_path: Path) -> None:
     assert line.endswith(r"WARNING worker-0 x: name a\nb\x1b[31m\u2028c")
     for handler in listener.handlers:
         handler.close()
+
+
+FILL = """
+import logging, resource, sys
+from common import log
+
+def limit(num_bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+listener = log.set_up("worker-0", "info", sys.argv[1])
+logger = logging.getLogger("x")
+logger.info("before")
+listener.stop()
+limit(60)  # as if the disk were full
+listener.start()
+for number in range(300):
+    logger.info("%s %d", "x" * 60, number)
+listener.stop()
+limit(resource.RLIM_INFINITY)
+listener.start()
+logger.info("after")
+logger.info("later")
+listener.stop()
+"""
+
+
+def test_what_cannot_be_written_is_counted_and_told_of_when_there_is_room_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FILL, str(tmp_path)]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+    lines = read(tmp_path)
+    assert ended.stderr == ""
+    assert lines[0].endswith("x: before")
+    assert lines[-3].endswith("x: after")
+    assert lines[-2].endswith(
+        "WARNING worker-0 common.log: 300 log records could not be written when they came: File too large"
+    )
+    assert lines[-1].endswith("x: later")
 
 
 def test_lines_that_a_peer_can_cause_at_will_come_once_a_second_and_say_how_many_did_not(
