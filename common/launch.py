@@ -139,7 +139,7 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
     except AddressInUse as error:
         logger.error("%s", error)  # noqa: TRY400 the text says it all
         status = EX_BUSY
-    except StartRefused as error:
+    except (StartRefused, metrics.NoRoom) as error:
         logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
     finally:
         if not log.stop(listener):
@@ -179,6 +179,8 @@ def _take_place(run_dir: str, name: str) -> Lock:
 def _run(run: Callable[[Config, Callable[[], None]], int], config: Config, on_ready: Callable[[], None]) -> int:
     try:
         return run(config, on_ready)
+    except metrics.NoRoom:
+        raise
     except BaseException:
         # Our own bug, or a machine that is out of something: the process dies, and the log must say where.
         logger.critical("this process has failed", exc_info=True)

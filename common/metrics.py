@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterable, Sequence
@@ -46,6 +47,16 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _LAUNCH_SECONDS = (0.00005, 0.0001, 0.00015, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25)
 _RATIOS = (0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+# The files of a process, and their lengths. All of it is given room on the disk before any of it is mapped: to touch a
+# page that a full disk has none for ends a process at once (SIGBUS), and each new label or bucket may be the first of a
+# page. What is counted with the labels of every route and status takes half of this.
+_FILE_BYTES = {"counter": 128 * 1024, "gauge_livemostrecent": 16 * 1024, "histogram": 128 * 1024}
+
+
+class NoRoom(Exception):
+    """A process cannot keep its metrics."""
 
 
 class Metrics:
@@ -142,12 +153,30 @@ def observe_all(histogram: Histogram, amounts: Sequence[float]) -> None:
 
 
 def open_metrics(run_dir: str) -> Metrics:
-    """This process's metrics, shared through `run_dir`. Call once, before anything is counted."""
+    """This process's metrics, shared through `run_dir`. Call once, before anything is counted.
+
+    Raises:
+        NoRoom: the disk has none for them.
+    """
     folder = _folder(run_dir)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for kind, num_bytes in _FILE_BYTES.items():
+            _reserve(folder / f"{kind}_{os.getpid()}.db", num_bytes)
+    except OSError as error:
+        raise NoRoom(f"--run-dir {run_dir} has no room for metrics: {error.strerror}; make some") from None
     # Read by prometheus_client when it is first imported: hence the imports inside functions.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     return Metrics()
+
+
+def _reserve(path: Path, num_bytes: int) -> None:
+    """Have a file that is at least so long, with room on the disk for all of it. Raises OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    finally:
+        os.close(file)
 
 
 def render(run_dir: str, models: Sequence[str] = ()) -> bytes:
@@ -201,7 +230,8 @@ def _is_empty(path: Path) -> bool:
 def _fold_dead_processes(folder: Path) -> None:
     """Add what dead processes counted to the files of process 0, and forget what they gauged.
 
-    Else a process that dies every half minute leaves thousands of files a day, all of them read by every scrape.
+    Else a process that dies every half minute leaves thousands of files a day, all of them read by every scrape. Where
+    the disk has no room for the sum, files stay as they are until it has.
     """
     from prometheus_client.mmap_dict import MmapedDict
 
@@ -210,12 +240,26 @@ def _fold_dead_processes(folder: Path) -> None:
         if pid == "0" or Path("/proc", pid).exists():
             continue
         if kind in {"counter", "histogram"} and not _is_empty(path):
-            past = MmapedDict(str(folder / f"{kind}_0.db"))  # type: ignore[no-untyped-call]  # the library's gap
+            sum_path = folder / f"{kind}_0.db"
+            try:
+                _reserve(sum_path, max(_FILE_BYTES[kind], _used_bytes(sum_path) + _used_bytes(path)))
+            except OSError:
+                continue
+            past = MmapedDict(str(sum_path))  # type: ignore[no-untyped-call]  # the library's gap
             for key, value, timestamp, _ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
                 total, _ = past.read_value(key)  # type: ignore[no-untyped-call]
                 past.write_value(key, total + value, timestamp)  # type: ignore[no-untyped-call]
             past.close()  # type: ignore[no-untyped-call]
         path.unlink(missing_ok=True)
+
+
+def _used_bytes(path: Path) -> int:
+    """Of a file of the library's: its first number."""
+    try:
+        with path.open("rb") as file:
+            return int.from_bytes(file.read(4), sys.byteorder)
+    except FileNotFoundError:
+        return 0
 
 
 def clear(run_dir: str) -> None:

@@ -73,6 +73,28 @@ def test_what_gateways_count_is_in_the_catalogue() -> None:
 
 
 @pytest.mark.slow
+def test_the_disk_has_room_for_all_that_a_process_will_count_before_it_counts(run_dir: str) -> None:
+    run(COUNT, run_dir)
+    found = {path.name.partition("_")[0]: path.stat() for path in Path(run_dir, "metrics").glob("*.db")}
+    assert {name: status.st_size for name, status in found.items()} == {
+        "counter": 131_072,
+        "gauge": 16_384,
+        "histogram": 131_072,
+    }
+    assert all(status.st_blocks * 512 >= status.st_size for status in found.values())
+
+
+@pytest.mark.slow
+def test_the_file_of_what_the_dead_have_counted_is_as_long_as_it_needs_to_be(run_dir: str) -> None:
+    many = COUNT + "for key in range(1500): metrics.key_tokens.labels(f'{sys.argv[1]}-{key}' * 2).inc()"
+    run(many, run_dir)
+    text = run(RENDER, run_dir)
+    assert text.count("hedgerow_key_tokens_total{") == 1500
+    sums = Path(run_dir, "metrics", "counter_0.db").stat()
+    assert sums.st_blocks * 512 >= sums.st_size > 131_072
+
+
+@pytest.mark.slow
 def test_a_new_suite_counts_from_nothing(run_dir: str) -> None:
     run(COUNT, run_dir)
     metrics.clear(run_dir)

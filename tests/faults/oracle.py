@@ -17,6 +17,7 @@ The argument `worker` is for who looks for the process. All else is configured a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import enum
@@ -120,7 +121,8 @@ class StepRecord:
 
     def note(self, sequences: list[TokenIds]) -> None:
         digests = " ".join(map(digest, sequences))
-        os.write(self._file, f"{time.monotonic()} {sum(map(len, sequences))} {digests}\n".encode())
+        with contextlib.suppress(OSError):  # the disk is full, which is not this model's to fail of
+            os.write(self._file, f"{time.monotonic()} {sum(map(len, sequences))} {digests}\n".encode())
 
 
 def steps(run_dir: Path) -> list[Ran]:

@@ -473,6 +473,16 @@ PROMISES = {
             figures=(Figure("growth_mib", 1, 2.0, "1 MiB is what a heap takes at a time"),),
         ),
         Promise(
+            "G3",
+            "a full disk below the run folder and the logs fails no request and ends no process; a start says so",
+            quick=1,
+            soak=1,
+            load=Load(rate=30, inputs=(1, 4)),
+            figures=(
+                Figure("ready_again_s", 1, 15.0, "5 s, which a worker that died meanwhile waits, and time to start"),
+            ),
+        ),
+        Promise(
             "G4",
             "while nobody reads the log, however much there is to say, nothing stands still",
             quick=9_000,  # messages that each make a line

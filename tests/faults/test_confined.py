@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Report
+from tests.faults.promises import PROMISES, measured
 from tests.suite import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -27,6 +28,18 @@ mount -o remount,bind,ro /
 cd "$2"
 shift 2
 exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
+"""
+
+
+# Likewise, with a disk of its own in $1/run.
+_SMALL_DISK = """
+set -e
+mount --make-rprivate /
+mkdir -m 700 "$1/run"
+mount -t tmpfs -o size=4m,mode=700 tmpfs "$1/run"
+cd "$2"
+shift 2
+exec "$@"
 """
 
 
@@ -69,6 +82,36 @@ def test_a_suite_serves_without_network_and_privileges_and_writes_only_to_its_ru
     assert said["outcomes"] == {}
     assert said["notes"] == []
     assert said["watched"] >= 7  # supervisord, a scheduler, two gateways, three workers
+
+
+def test_a_full_disk_fails_no_request_and_is_named_where_a_process_starts(folder: str, report: Report) -> None:
+    in_namespaces = ("unshare", "--map-root-user", "--mount", "sh", "-c", _SMALL_DISK, "sh")
+    with tempfile.TemporaryDirectory(prefix="hr-") as other:
+        try:
+            subprocess.run((*in_namespaces, other, other, "true"), capture_output=True, timeout=20, check=True)
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"a small disk of its own is not to be had here: {error}")
+
+    command = (sys.executable, "-m", "tests.faults.full_disk", folder)
+    ended = subprocess.run(
+        (*in_namespaces, folder, str(ROOT), *command), capture_output=True, text=True, timeout=200, check=False
+    )
+
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    said = json.loads(ended.stdout)
+    answered = said["outcomes"].pop("answered")
+    assert answered > 50
+    assert said["outcomes"] == {}
+    before, full = said["others"]
+    assert full == before
+    texts, broken = measured(PROMISES["G3"].figures, {"ready_again_s": [said["ready_again_s"]]})
+    assert broken == []
+    assert said["unwritten"] >= 1
+    assert "Traceback" not in said["console"]
+    assert said["status"] == 1
+    assert "has no room for metrics: No space left on device; make some" in said["said"].splitlines()[-1]
+    assert "Traceback" not in said["said"]
+    report(f"G3: {answered} answered; {texts[0]}")
 
 
 def test_what_is_watched_for_is_noticed(folder: str) -> None:
