@@ -55,6 +55,8 @@ class Asked:
     ended_ns: int = 0
     queue_ms: float = 0.0
     refused: str = ""
+    comes_back: bool = True  # once, when it is refused and told to
+    second: Asked | None = None  # that try
 
     @property
     def latency_ms(self) -> float:
@@ -67,10 +69,13 @@ class Simulation:
     max_queue_ms: int = 100
     num_workers: int = 1
     now_ns: int = SECOND
+    obeys: bool = False  # who is refused comes back
     core: Scheduler = field(init=False)
     _held: dict[bytes, deque[Batch]] = field(default_factory=dict)  # by worker
     _done: list[tuple[int, bytes]] = field(default_factory=list)  # a heap: when its first batch is, and whose
     _asked: dict[int, Asked] = field(default_factory=dict)
+    _arrivals: list[tuple[int, int, Asked]] = field(default_factory=list)  # a heap: when, and the request's id
+    _rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
         self.core = Scheduler(
@@ -101,13 +106,14 @@ class Simulation:
         """Time has passed."""
 
     def run(self, asked: list[Asked]) -> None:
-        """Until all of these, in the order of time, are answered."""
-        arrivals = deque((1 + len(self._asked) + index, one) for index, one in enumerate(asked))
-        self._asked |= dict(arrivals)
+        """Until all of these, and who of them comes back, are answered."""
+        for one in asked:
+            self._expect(one)
+        arrivals = self._arrivals
         beat_ns = self.now_ns
         while arrivals or any(self._held.values()):
             self.now_ns = min(
-                arrivals[0][1].at_ns if arrivals else 2**62,
+                arrivals[0][0] if arrivals else 2**62,
                 self._done[0][0] if self._done else 2**62,
                 max(self.now_ns, self.core.next_tick_ns()),
                 beat_ns,
@@ -119,10 +125,21 @@ class Simulation:
                     self._perform(self.core.on_worker_message(peer, Beat(EPOCH, len(held)), self.now_ns))
             while self._done and self._done[0][0] <= self.now_ns:
                 self._finish(heapq.heappop(self._done)[1])
-            while arrivals and arrivals[0][1].at_ns <= self.now_ns:
-                self._arrive(*arrivals.popleft())
+            while arrivals and arrivals[0][0] <= self.now_ns:
+                self._arrive(*heapq.heappop(arrivals)[1:])
             self.passed()
             self._perform(self.core.on_tick(self.now_ns))
+
+    def _expect(self, asked: Asked) -> None:
+        request_id = 1 + len(self._asked)
+        self._asked[request_id] = asked
+        heapq.heappush(self._arrivals, (asked.at_ns, request_id, asked))
+
+    def _come_back(self, asked: Asked, retry_after_ms: int) -> None:
+        """As late as a gateway says: from 1 to 30 s, give or take a fifth."""
+        wait_s = min(max(retry_after_ms / 1000, 1.0), 30.0) * self._rng.uniform(0.8, 1.2)
+        asked.second = Asked(self.now_ns + int(wait_s * SECOND), asked.tenant, asked.lengths, comes_back=False)
+        self._expect(asked.second)
 
     def _arrive(self, request_id: int, asked: Asked) -> None:
         before = self.core._queue.tokens_before("online", asked.tenant, sum(asked.lengths))
@@ -155,8 +172,10 @@ class Simulation:
                 if len(self._held[action.peer]) == 1:
                     self._begin(action.peer)
             elif isinstance(message, Failure):
-                self._asked[message.request_id].refused = message.code
-                self._asked[message.request_id].ended_ns = self.now_ns
+                asked = self._asked[message.request_id]
+                asked.refused, asked.ended_ns = message.code, self.now_ns
+                if self.obeys and asked.comes_back and message.retry_after_ms is not None:
+                    self._come_back(asked, message.retry_after_ms)
             elif isinstance(message, Reply | Replies):
                 for reply in message.each() if isinstance(message, Replies) else [message]:
                     asked = self._asked[reply.request_id]
@@ -241,3 +260,13 @@ def test_what_is_predicted_of_a_wait_is_what_it_becomes(metrics: Metrics) -> Non
         if not one.refused and one.predicted_ms is not None
     ]
     assert sorted(errors)[int(0.9 * len(errors))] <= 0.3
+
+
+def test_who_comes_back_when_it_is_told_to_is_let_in_the_second_time(metrics: Metrics) -> None:
+    """After a storm of five seconds' work in one. While one goes on, most of any tries are more than can be done."""
+    simulation = Simulation(metrics, max_queue_ms=2000, obeys=True)
+    storm = poisson(simulation, 5 * _CAPACITY, 1)
+    simulation.run(storm)
+    again = [one.second for one in storm if one.refused]
+    assert len(again) > len(storm) / 3
+    assert sum(second is not None and not second.refused for second in again) >= 0.8 * len(again)
