@@ -424,6 +424,12 @@ PROMISES = {
             figures=(
                 Figure("neighbours_s", 1, 15.0),
                 Figure("deaths", 1, 3),
+                Figure(
+                    "nobody_ready_s",
+                    1,
+                    7.5,
+                    "of each: with one every thirty seconds a worker is ready three quarters of the time, at the least",
+                ),
             ),
         ),
         Promise(

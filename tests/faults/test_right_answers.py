@@ -15,7 +15,7 @@ from tests.faults.conftest import Report, StartTrial
 from tests.faults.oracle import MAX_BATCH_TOKENS, Memory, token_ids
 from tests.faults.rig import OracleSuite
 from tests.faults.trial import dead
-from tests.gateway.wire import Answer, Wire, embed, request_bytes
+from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -126,6 +126,20 @@ async def send_again(suite: OracleSuite, text: str, times: int) -> None:
     await wire.close()
 
 
+async def nobody_ready_s(suite: OracleSuite) -> float:
+    """For how long /ready has told of no worker, by the end of this task."""
+    total_s = 0.0
+    looked_s = time.monotonic()
+    while True:
+        try:
+            await asyncio.sleep(0.02)
+            ready = (await ask(suite.port, "GET", "/ready")).status == 200
+        except asyncio.CancelledError:
+            return total_s
+        before_s, looked_s = looked_s, time.monotonic()
+        total_s += 0.0 if ready else looked_s - before_s
+
+
 async def test_a_deadly_input_costs_three_workers_at_most_and_none_when_it_is_sent_again(
     suite: OracleSuite, trial: StartTrial, report: Report
 ) -> None:
@@ -138,12 +152,15 @@ async def test_a_deadly_input_costs_three_workers_at_most_and_none_when_it_is_se
             places = [place, place + 1 + int(step.draw * (COMPANY - 1 - place))] if number % 3 == 2 else [place]
             texts = company(number, dict.fromkeys(places, "ABORT " * 12))
             losses = len(suite.losses())
+            looks = asyncio.create_task(nobody_ready_s(suite))
             sent_s = time.monotonic()
             answer = await ask_partial(suite, texts, encoding_format="base64")
             running.measured("neighbours_s", time.monotonic() - sent_s)
             assert_all_but(answer, texts, dict.fromkeys(places, "input_quarantined"))
             died = len(await suite.losses_by_now()) - losses
             running.measured("deaths", died / len(places))
+            looks.cancel()
+            running.measured("nobody_ready_s", await looks / len(places))
             deaths += died
             losses += died
             await asyncio.gather(*(send_again(suite, texts[places[-1]], times=100) for _ in range(10)))
