@@ -497,6 +497,14 @@ PROMISES = {
             figures=(Figure("extra_p99_s", 0.5, 0.05, _NOISE),),
         ),
         Promise(
+            "G5",
+            "a wall clock that is set by an hour or ten years fails no request and delays no restart",
+            quick=0,  # a suite of its own; tests/test_layout.py reads the code for it
+            soak=1,
+            load=Load(rate=30, inputs=(1, 4)),
+            figures=(Figure("ready_again_s", 1, 7.0),),
+        ),
+        Promise(
             "G8, G10",
             "a suite serves without a network but its loopback, without privileges, and writes to its run folder alone",
             quick=1,  # and none where namespaces of its own are not to be had: the test is skipped there, in CI as well
