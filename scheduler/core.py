@@ -28,6 +28,7 @@ from common.metrics import Metrics, observe_all
 from common.protocol import (
     LANES,
     PROTOCOL_VERSION,
+    Batch,
     BatchFailed,
     Beat,
     Cancel,
@@ -232,6 +233,12 @@ class Scheduler:
             self._judge(peer, now_ns, has_died=True)
         return self._take_actions(now_ns)
 
+    def on_undelivered(self, peer: bytes, message: Message) -> None:
+        """This could not be sent: nobody takes it. That its worker is lost is told as well, in a moment."""
+        worker = self._fleet.get(peer)
+        if worker is not None and isinstance(message, Batch):
+            worker.undelivered.add(message.batch_id)
+
     def on_gateway_lost(self, peer: bytes, reason: str, now_ns: int) -> list[Action]:
         """The gateway's process or connection is gone: nobody waits for its work."""
         gateway = self._gateways.get(peer)
@@ -373,7 +380,7 @@ class Scheduler:
                 sum(part.num_sequences for part in parts),
             )
             # Only what it was running can have to do with its end.
-            running = batches[0].parts if batches and _may_have_run(worker, reason) else []
+            running = batches[0].parts if batches and _may_have_run(worker, batches[0], reason) else []
             suspects = [with_loss(part) for part in running]
             parts = parts[len(suspects) :]
             if reason == "disconnected" and any(part.losses >= MAX_LOSSES for part in suspects):
@@ -768,9 +775,9 @@ class Scheduler:
         return now_ns - since_ns < allowed_ns
 
 
-def _may_have_run(worker: Worker, reason: str) -> bool:
-    """Whether a worker that is lost for this reason may have run the first of the batches that it was sent."""
-    if reason in {"desynchronized", "reconnected"}:
+def _may_have_run(worker: Worker, batch: InFlight, reason: str) -> bool:
+    """Whether a worker that is lost for this reason may have run the first of the batches that were for it."""
+    if reason in {"desynchronized", "reconnected"} or batch.batch_id in worker.undelivered:
         return False
     return reason == "bad_result" or not worker.is_empty_handed
 

@@ -94,6 +94,7 @@ class Worker:
     short_since_ns: int | None = None  # since when its beats tell of fewer batches than were sent
     held: int = 0  # batches of this scheduler's, by its last beat
     beat_ns: int = 0  # when that came
+    undelivered: set[int] = field(default_factory=set)  # batches that could not even be sent
     num_missing: int = 0  # how often what it was sent never arrived, without any result since
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)

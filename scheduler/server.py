@@ -205,9 +205,11 @@ class Server:
             try:
                 side.router.send(action.peer, action.message)
             except PeerGone:
+                self._core.on_undelivered(action.peer, action.message)
                 side.gone.add(action.peer)  # for the next turn: what it said last may wait to be read
             except PeerStuck:
                 # Thousands of unread messages: it hangs, and this message cannot reach it.
+                self._core.on_undelivered(action.peer, action.message)
                 self._perform(side.on_lost(action.peer, "does not read", now_ns()))
             else:
                 if isinstance(action.message, Refuse):

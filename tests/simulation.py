@@ -255,6 +255,7 @@ class SchedulerProcess(Process):
 
     def _perform(self, actions: list[Action]) -> None:
         self.world.check_dispatches(self.core, actions)
+        lost: dict[bytes, None] = {}
         for action in actions:
             if isinstance(action, Kill):
                 if (process := self.pidfds.get(action.peer)) is not None:
@@ -266,13 +267,15 @@ class SchedulerProcess(Process):
                 if isinstance(action.message, Refuse):
                     self.pidfds.pop(action.peer, None)
                 continue
+            self.core.on_undelivered(action.peer, action.message)
             side = "g" if isinstance(action, ToGateway) else "w"
-            if self.hears_out:
-                if action.peer not in self.gone[side]:
-                    self.gone[side].append(action.peer)
-                continue
-            on_lost = self.core.on_worker_lost if side == "w" else self.core.on_gateway_lost
-            self._perform(on_lost(action.peer, "disconnected", self.world.now_ns))
+            if not self.hears_out:
+                lost[action.peer] = None
+            elif action.peer not in self.gone[side]:
+                self.gone[side].append(action.peer)
+        for peer in lost:
+            on_lost = self.core.on_worker_lost if peer[:1] == b"w" else self.core.on_gateway_lost
+            self._perform(on_lost(peer, "disconnected", self.world.now_ns))
 
     def on_exit(self, process: Process) -> None:
         for peer, watched in self.pidfds.items():

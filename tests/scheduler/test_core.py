@@ -1248,6 +1248,30 @@ def test_an_input_that_never_arrived_is_not_blamed_for_its_workers_death(rig: Ri
     assert rig.take(Failure) == []
 
 
+def test_an_input_that_could_not_be_sent_is_not_blamed_for_the_end_of_who_was_to_run_it(rig: Rig) -> None:
+    rig.request(1, [1])
+    for number in range(5):  # workers that have died, and whose introduction is found after that
+        peer, following = b"w%d" % number, b"w%d" % (number + 1)
+        (batch,) = rig.take(Batch, peer)
+        rig.core.on_undelivered(peer, batch)
+        rig.worker_lost(peer, ("disconnected", "exited")[number % 2])
+        rig.hello(following)
+    (batch,) = rig.take(Batch, b"w5")
+    rig.finish(batch, b"w5")
+    assert ([reply.request_id for reply in rig.take(Reply)], rig.take(Failure)) == ([1], [])
+
+
+def test_an_input_that_runs_is_blamed_though_the_one_behind_it_could_not_be_sent(rig: Rig) -> None:
+    rig.request(1, [666])
+    rig.request(2, [2])
+    for number in range(3):
+        peer, following = b"w%d" % number, b"w%d" % (number + 1)
+        rig.core.on_undelivered(peer, rig.take(Batch, peer)[-1])
+        rig.worker_lost(peer)
+        rig.hello(following)
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(1, "input_quarantined")]
+
+
 @pytest.mark.parametrize(
     "beats",
     [
