@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from common.metrics import Metrics
     from worker.engine import Engine
     from worker.lazy import LazyTensor
+    from worker.profiling import StepProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,10 @@ class _Step:
 class Compute:
     """All public methods are for the server's thread."""
 
-    def __init__(self, build: Callable[[], Engine], metrics: Metrics) -> None:
+    def __init__(self, build: Callable[[], Engine], metrics: Metrics, profiler: StepProfiler | None = None) -> None:
         self._build = build
         self._metrics = metrics
+        self._profiler = profiler
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -150,6 +152,8 @@ class Compute:
     def _launch(self, engine: Engine, batch: Batch) -> None:
         step = _Step(batch, time.monotonic_ns())
         self._running.append(step)
+        if self._profiler is not None:
+            self._profiler.before_step()
         try:
             step.rows = engine.step(batch)
         except Exception as error:  # noqa: BLE001  # one batch's failure is its own; the loop goes on
@@ -161,6 +165,8 @@ class Compute:
         else:
             self._launched.put(step)
             self._metrics.step_launch_seconds.observe((step.returned_ns - step.launched_ns) / 1e9)
+        if self._profiler is not None:
+            self._profiler.after_step()
 
     # --- on the collector ---
 

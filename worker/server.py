@@ -32,6 +32,7 @@ from worker.compute import Broken, Compute, Outcome, Ready
 from worker.core import MAX_STEP_S, Worker
 from worker.driver import wake
 from worker.placement import pin
+from worker.profiling import StepProfiler
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -67,7 +68,8 @@ class Server:
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self._compute = Compute(build, metrics)
+        self._profiler = StepProfiler(Path(config.run_dir, f"worker-{config.slot}.trace.json"))
+        self._compute = Compute(build, metrics, self._profiler)
         self._max_step_s = max_step_s
         self._core = Worker(
             f"worker-{config.slot}",
@@ -92,6 +94,7 @@ class Server:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGUSR1, lambda *_: self._profiler.ask())
         self._compute.start()
         core = self._core
         while core.status is None:

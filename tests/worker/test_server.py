@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from common.transport import PeerGone, Router, address, prepare_run_dir
 from tests.models import bert_config, bert_tensors, edit_json, make_batch, random_sequences, write_bert
 from tests.reference import BertReference
 from tests.timing import assert_in_time
+from worker.profiling import NUM_STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -203,6 +205,33 @@ def test_two_batches_are_answered_in_order(shared: WorkerProcess, epoch: int) ->
     shared.send(make_batch([[2]], epoch=epoch, batch_id=2))
 
     assert [shared.result().batch_id, shared.result().batch_id] == [1, 2]
+
+
+def test_a_worker_that_is_asked_traces_its_next_steps_once(shared: WorkerProcess, epoch: int) -> None:
+    path = Path(shared.run_dir, "worker-0.trace.json")
+    batch_ids = iter(range(1, 200))
+
+    def run_batch() -> None:
+        shared.send(make_batch([[1, 2, 3]], epoch=epoch, batch_id=next(batch_ids)))
+        shared.result()
+
+    for _ in range(NUM_STEPS + 1):
+        run_batch()
+    assert not path.exists()
+
+    shared.process.send_signal(signal.SIGUSR1)
+    while not path.exists():
+        run_batch()
+    run_batch()  # which begins when the trace is written
+
+    trace = json.loads(path.read_text())
+    operators = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
+    assert len([name for name in operators if name.startswith("aten::")]) >= NUM_STEPS
+
+    path.unlink()
+    for _ in range(NUM_STEPS + 1):
+        run_batch()
+    assert not path.exists()
 
 
 def test_a_scheduler_that_counts_from_nothing_is_answered_what_it_sent_last(shared: WorkerProcess, epoch: int) -> None:
