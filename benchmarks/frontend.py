@@ -58,7 +58,8 @@ import zmq
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
-from benchmarks import load
+from benchmarks.clients import Load, Target
+from benchmarks.load import run_load
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus, Lines
 from common.metrics import Metrics, open_metrics
@@ -483,7 +484,7 @@ class Runner:
             time.sleep(seconds)
             return _cost(before, _read(pid, counts))
 
-    def gateway(self, seconds: float, asked: load.Load, facts: ModelFacts, corpus: Corpus | Lines) -> Cost:
+    def gateway(self, seconds: float, asked: Load, facts: ModelFacts, corpus: Corpus | Lines) -> Cost:
         with self._processes() as (run_dir, start, counts):
             with socket.create_server(("127.0.0.1", 0)) as sock:
                 port = sock.getsockname()[1]
@@ -491,10 +492,10 @@ class Runner:
             pid = start([sys.executable, "-m", "gateway", "--run-dir", run_dir, "--port", str(port)])
             url = f"http://127.0.0.1:{port}"
             _wait_for(lambda: _is_ready(url))
-            target = load.Target.find(url, None, corpus)
+            target = Target.find(url, None, corpus)
             before = _read(pid, counts)
             args = argparse.Namespace(processes=1, warm_up=0.5, seconds=seconds)
-            report = load.run_load(asked, target, corpus, {"query": TOKENS}, args)
+            report = run_load(asked, target, corpus, {"query": TOKENS}, args)
             assert not report.errors, report.errors
             return _cost(before, _read(pid, counts))
 
@@ -580,8 +581,8 @@ def main() -> int:
         folder = Path(name)
         write_tokenizer(folder, corpus)
         facts, bulk_facts = facts_of(folder), facts_of(folder, BULK_DIMENSIONS)
-        queries = load.Load("queries", NUM_CLIENTS, "query")
-        bulk = load.Load("bulk", NUM_BULK_CLIENTS, "query", BULK_TEXTS, "float")
+        queries = Load("queries", NUM_CLIENTS, "query")
+        bulk = Load("bulk", NUM_BULK_CLIENTS, "query", BULK_TEXTS, "float")
         bulk_texts = mixed_texts(corpus, 64 * BULK_TEXTS)
         runner = Runner(folder, facts)
         if "stages" in parts:

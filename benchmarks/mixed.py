@@ -31,7 +31,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from benchmarks.load import Target
+from benchmarks.clients import Target
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus
 

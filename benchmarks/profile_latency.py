@@ -38,7 +38,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import Connection, LoadError, Target, open_connection, percentile
+from benchmarks.clients import Connection, LoadError, Target, open_connection
+from benchmarks.load import percentile
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus
 from common.protocol import PIECE_MOMENTS

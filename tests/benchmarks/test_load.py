@@ -14,20 +14,8 @@ import pytest
 from hdrh.histogram import HdrHistogram
 
 from benchmarks.arrivals import Arrivals
-from benchmarks.load import (
-    Connection,
-    Goal,
-    Load,
-    LoadError,
-    Report,
-    Tally,
-    Target,
-    _Clients,
-    _Plan,
-    check_answer,
-    percentile,
-    summarize,
-)
+from benchmarks.clients import Clients, Connection, Goal, Load, LoadError, Plan, Tally, Target
+from benchmarks.load import Report, check_answer, percentile, summarize
 from benchmarks.texts import Lines
 
 QUERY = Load("query", 1, "query")
@@ -236,8 +224,8 @@ async def run_clients(load: Load, num_held: int, measured_s: float, due_s: list[
     host, port = server.sockets[0].getsockname()
     target = Target(host, port, "/v1/embeddings", "m")
     lines = Lines(map(str, range(100)))
-    plan = _Plan(load, target, lines, {"query": 1, "document": 1}, load.num_clients, 0, 1, 0.0, measured_s, due_s)
-    tally = await _Clients(plan).run(multiprocessing.get_context("spawn").Barrier(1))
+    plan = Plan(load, target, lines, {"query": 1, "document": 1}, load.num_clients, 0, 1, 0.0, measured_s, due_s)
+    tally = await Clients(plan).run(multiprocessing.get_context("spawn").Barrier(1))
     await asyncio.gather(*filter(None, handlers))
     server.close()
     return summarize([tally], load), asked

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.load import Target
+from benchmarks.clients import Target
 from benchmarks.profile_latency import (
     ALL_STAGES,
     BUDGET_US,

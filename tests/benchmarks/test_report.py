@@ -6,7 +6,8 @@ import re
 from dataclasses import asdict
 from xml.etree import ElementTree
 
-from benchmarks.load import Load, Tally, summarize
+from benchmarks.clients import Load, Tally
+from benchmarks.load import summarize
 from benchmarks.report import render
 
 ORIGIN = {"command": "python load.py", "commit": None, "date": "2026-11-30", "cpu": "a CPU", "cores": 2, "gpu": None}
