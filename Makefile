@@ -28,7 +28,7 @@ up: install
 
 # First what is measured or starts whole suites, with the machine to itself; then the rest, one of them on each core, where
 # torch's threads would wait for each other.
-WHOLE_SUITES := tests/faults tests/benchmarks tests/test_system.py
+WHOLE_SUITES := tests/faults tests/benchmarks tests/test_system.py tests/test_several_models.py
 
 test: install $(CHROMIUM)
 	$(BIN)/python -m pytest $(WHOLE_SUITES)
