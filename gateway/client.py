@@ -549,7 +549,7 @@ class SchedulerClient:
         self._tick_handle: asyncio.TimerHandle | None = None
         self._next_reconnect_ns = 0
         self._tick_due_ns = now_ns()
-        self._opening: list[OpenRequest] = []  # this turn's requests, which go out at its end
+        self._receive_due = False
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -619,34 +619,21 @@ class SchedulerClient:
         late = DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less.")
         timer = self._loop.call_later(max(0, options.deadline_ns - now_ns()) / 1e9, request.fail, late)
         try:
-            self._opening.append(request)
-            if len(self._opening) == 1:
-                self._loop.call_soon(self._open)
+            self._ledger.open(request, now_ns())
+            if not self._receive_due:
+                self._receive_due = True
+                self._loop.call_soon(self._receive)  # see there; once for all that is sent before it runs
             return await request.future
         finally:
             timer.cancel()
             self._ledger.close(request)
-
-    def _open(self) -> None:
-        """Send the requests of this turn of the loop, one right after the other, and then take what waits.
-
-        A send wakes ZeroMQ's thread where that sleeps, which costs more than the send; together they wake it once.
-        """
-        opening, self._opening = self._opening, []
-        for request in opening:
-            if request.future.done():
-                continue  # its client has left
-            try:
-                self._ledger.open(request, now_ns())
-            except Exception as error:  # noqa: BLE001  # handed to the one that waits: the others are none the worse
-                request.future.set_exception(error)
-        self._receive()
 
     def _receive(self) -> None:
         """Take everything that waits.
 
         ZeroMQ's descriptor signals an edge, and a send may consume it: so this also runs after every send.
         """
+        self._receive_due = False
         facts, refused = self._ledger.facts, self._ledger.refused
         while True:
             try:

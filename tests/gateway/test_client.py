@@ -249,35 +249,6 @@ async def test_spans_that_do_not_fit_fail_their_caller_and_leave_nothing_behind(
     await submit(client, texts)
 
 
-async def test_of_requests_that_go_out_together_one_that_does_not_fit_fails_alone(
-    start_worker: StartWorker, client: SchedulerClient
-) -> None:
-    start_worker()
-    await until(lambda: client.facts is not None)
-    texts = sequences(5)
-
-    bad = submit(client, texts, spans=[make_spans((0, 6))])
-    outcomes = await asyncio.gather(submit(client, texts), bad, submit(client, texts), return_exceptions=True)
-
-    assert [type(outcome).__name__ for outcome in outcomes] == ["Embedded", "ValueError", "Embedded"]
-    assert client._ledger.num_pieces == 0
-
-
-async def test_a_request_whose_client_leaves_before_it_goes_out_is_never_sent(
-    start_worker: StartWorker, client: SchedulerClient
-) -> None:
-    start_worker()
-    await until(lambda: client.facts is not None)
-    task = asyncio.ensure_future(submit(client, sequences(5)))
-    await asyncio.sleep(0)  # it has been submitted
-
-    task.cancel()
-    await asyncio.wait([task])
-    await submit(client, sequences(5))
-
-    assert next(client._ledger._request_ids) == 2  # one was sent
-
-
 async def test_facts_are_announced_when_the_first_worker_is_ready(
     start_worker: StartWorker, client: SchedulerClient
 ) -> None:
