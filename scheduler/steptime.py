@@ -26,6 +26,10 @@ _SMOOTHING = 0.1
 _ODD = 3.0  # times what was expected, or a part of it
 _ODD_STEPS = 3  # in a row that are believed
 
+# So few steps say nothing of larger ones than were seen, which then count as no longer: the first touch memory and
+# compile, and by a second for ten tokens everybody who waits would be refused.
+_FEW_STEPS = 3
+
 # A step may cost so much more than the least that any step costs before it counts as a larger one.
 _SMALLEST_TIMES = 1.25
 
@@ -99,10 +103,12 @@ class StepTime:
     def __init__(self) -> None:
         self._curves: dict[int, _Curve] = {}
         self._found: dict[int, list[_Curve]] = {}  # by class of lengths, what `_nearest` has found since the last step
+        self._num_steps = 0
 
     def observe(self, num_tokens: int, longest: int, step_us: int) -> None:
         """Learn from a step of so many tokens, `longest` of them in its longest sequence."""
         self._found.clear()
+        self._num_steps += 1
         curve = self._curves.setdefault(bisect_left(_LENGTH_CLASSES, longest), _Curve())
         curve.add(num_tokens, max(step_us, 1) / 1000)
 
@@ -136,9 +142,10 @@ class StepTime:
         curves = self._nearest(longest)
         if not curves:
             return None
+        most = max(curve.reach for curve in curves) if self._num_steps < _FEW_STEPS else math.inf
         batches, rest = divmod(num_tokens, max_batch_tokens)
-        rest_ms = _predict(curves, rest) if rest else 0.0
-        return batches * _predict(curves, max_batch_tokens) + rest_ms
+        rest_ms = _predict(curves, min(rest, most)) if rest else 0.0
+        return batches * _predict(curves, min(max_batch_tokens, most)) + rest_ms
 
     def _nearest(self, longest: int) -> list[_Curve]:
         """The curves that say anything, the one of this class of lengths first, then those of the classes beside it."""
@@ -150,7 +157,7 @@ class StepTime:
         return found
 
 
-def _predict(curves: list[_Curve], num_tokens: int) -> float:
+def _predict(curves: list[_Curve], num_tokens: float) -> float:
     """By the first curve, and above its reach by the next one that reaches so far, joined to it where it ends."""
     curve = curves[0]
     if num_tokens > curve.reach:

@@ -1474,10 +1474,11 @@ def test_a_gateway_whose_answers_are_on_their_way_is_not_forgotten(rig: Rig) -> 
 
 
 def test_a_full_queue_refuses_what_opens_and_takes_what_belongs_to_an_accepted_request(rig: Rig) -> None:
-    rig.request(1, [1] * 10)
-    (batch,) = rig.take(Batch)
-    rows = oracle_rows(batch)
-    rig.worker(Result(EPOCH, batch.batch_id, 6_000_000, np.zeros(0, dtype=np.int32), rows))  # 6 s for ten tokens
+    for _ in range(3):
+        rig.request(1, [1] * 10)
+        (batch,) = rig.take(Batch)
+        rows = oracle_rows(batch)
+        rig.worker(Result(EPOCH, batch.batch_id, 6_000_000, np.zeros(0, dtype=np.int32), rows))  # 6 s for ten tokens
     for request_id in range(2, 5):  # one that runs, and two that wait
         rig.request(request_id, [request_id] * 10)
     assert rig.take(Failure) == []

@@ -138,6 +138,12 @@ def test_what_waits_is_counted_in_full_steps_and_a_rest() -> None:
     assert model.queue_ms(0, 500, 20) == 0
 
 
+def test_a_first_step_that_was_slow_and_small_does_not_make_a_queue_of_minutes() -> None:
+    first = (10, 10, 1000.0)
+    assert learned(first).queue_ms(2560, 512, 20) == pytest.approx(5 * 1000)
+    assert learned(first, first, first).queue_ms(2560, 512, 20) == pytest.approx(5 * 51_200)
+
+
 def test_short_steps_do_not_make_a_queue_look_longer_than_it_is() -> None:
     model = learned((512, 20, 58.5), *[(5, 5, 6.8)] * 100)
     assert model.queue_ms(5120, 512, 20) == pytest.approx(585)
