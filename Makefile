@@ -28,11 +28,12 @@ up: install
 
 # First what is measured or starts whole suites, with the machine to itself; then the rest, one of them on each core, where
 # torch's threads would wait for each other.
-WHOLE_SUITES := tests/faults tests/benchmarks tests/test_system.py tests/test_several_models.py
+ALONE := tests/faults tests/benchmarks tests/test_system.py tests/test_several_models.py tests/gateway/test_faults.py \
+	tests/gateway/test_raw_http.py
 
 test: install $(CHROMIUM)
-	$(BIN)/python -m pytest $(WHOLE_SUITES)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(WHOLE_SUITES:%=--ignore %)
+	$(BIN)/python -m pytest $(ALONE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ALONE:%=--ignore %)
 
 # The promises of tests/faults/promises.py at their long counts: an hour or more.
 soak: install
