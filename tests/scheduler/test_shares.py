@@ -35,6 +35,8 @@ class Fleet(Simulation):
     last_dies: bool = False  # the last worker, whenever it is in a step
     tokens: Counter[bytes] = field(default_factory=Counter)  # that each worker has run
     num_deaths: int = 0
+    num_changes: int = 0  # of the worker that runs a step
+    _last: bytes = b""
     _back_ns: int = 2**62
 
     def run(self, asked: list[Asked]) -> None:
@@ -46,6 +48,8 @@ class Fleet(Simulation):
 
     def finished(self, peer: bytes, num_tokens: int) -> None:
         self.tokens[peer] += num_tokens
+        self.num_changes += peer != self._last
+        self._last = peer
 
     def passed(self) -> None:
         victim = b"w%d" % (self.num_workers - 1)
@@ -86,12 +90,27 @@ def test_two_workers_do_twice_what_one_does_and_four_four_times(metrics: Metrics
     assert throughput(metrics, 4) >= 3.9 * one
 
 
-@pytest.mark.parametrize("rate", [25, 45, _ALL_AT_ONCE])
-def test_workers_that_are_alike_run_as_many_tokens_within_a_tenth_in_any_load(metrics: Metrics, rate: float) -> None:
+def test_workers_that_are_alike_run_as_many_tokens_within_a_tenth(metrics: Metrics) -> None:
     fleet = Fleet(metrics)
-    fleet.run(mixed(fleet, 3000, rate))
+    fleet.run(mixed(fleet, 3000, _ALL_AT_ONCE))
     least, most = sorted(fleet.tokens.values())
     assert most <= 1.1 * least
+
+
+@pytest.mark.parametrize("rate", [5, 25, 45])
+def test_workers_that_are_alike_work_for_as_long_in_any_load(metrics: Metrics, rate: float) -> None:
+    """How many tokens that makes is chance: a step costs its start, and nine tokens or a hundred have one each."""
+    fleet = Fleet(metrics)
+    fleet.run(mixed(fleet, 1500, rate))
+    least, most = sorted(worker.worked_ns for worker in fleet.core._fleet.all())
+    assert most <= 1.02 * least
+    assert max(fleet.tokens.values()) <= 1.3 * min(fleet.tokens.values())
+
+
+def test_a_query_after_the_other_goes_to_the_worker_of_the_one_before(metrics: Metrics) -> None:
+    fleet = Fleet(metrics)
+    fleet.run([Asked(fleet.now_ns + index * SECOND // 5, 0, (4,)) for index in range(200)])
+    assert fleet.num_changes < 100
 
 
 @pytest.mark.parametrize("rate", [10, _ALL_AT_ONCE])
