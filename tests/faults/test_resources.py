@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,16 @@ _REFUSED = (
     (404, request_bytes("POST", "/v1/embeddings", b'{"input": "w1", "model": "another"}')),
     (415, request_bytes("POST", "/v1/embeddings", b"w1", {"Content-Type": "text/plain"})),
 )
+
+
+# Wakes so many times, a hundred a second, and does nothing; then says what CPU each took.
+_IDLER = """
+import sys, time
+count, begun_s = int(sys.argv[1]), time.process_time()
+for _ in range(count):
+    time.sleep(0.01)
+print((time.process_time() - begun_s) / count)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +169,18 @@ async def test_who_is_asked_nothing_does_next_to_nothing(suite: OracleSuite, tri
     running = trial("G11")
     await asyncio.sleep(1)
     before, begun_s = taken(suite), time.monotonic()
-    await asyncio.sleep(running.count)
+    idler = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _IDLER, str(running.count * 100)), stdout=asyncio.subprocess.PIPE
+    )
+    least_s = float((await idler.communicate())[0])
     after, took_s = taken(suite), time.monotonic() - begun_s
-    running.measured("cpu_percent", sum(after[name].cpu_s - before[name].cpu_s for name in before) / took_s * 100)
-    for name, process in before.items():
+    wakeups = {name: after[name].wakeups - process.wakeups for name, process in before.items()}
+    cpu_s = sum(after[name].cpu_s - process.cpu_s for name, process in before.items())
+    running.measured("cpu_of_wakeup", cpu_s / sum(wakeups.values()) / least_s)
+    for name, number in wakeups.items():
         series = "scheduler_wakeups_per_s" if name == "scheduler-0" else "peer_wakeups_per_s"
-        running.measured(series, (after[name].wakeups - process.wakeups) / took_s)
-    report(running.judge(exactly={}))
+        running.measured(series, number / took_s)
+    report(running.judge(exactly={}) + f"; {cpu_s / took_s * 100:.1f} % of a core")
 
 
 async def test_bodies_that_do_not_end_hold_as_much_memory_as_they_may(
