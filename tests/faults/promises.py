@@ -164,7 +164,7 @@ PROMISES = {
         Promise(
             "A5",
             "a worker that is stopped is given up in two seconds, one that goes on sooner is not; no request fails",
-            quick=6,
+            quick=4,
             soak=30,
             load=_KILLS,
             figures=(Figure("noticed_s", 0.99, 2.3, "silence is looked at each quarter of a second at the least"),),
@@ -214,7 +214,7 @@ PROMISES = {
         Promise(
             "A10",
             "whatever is killed, stopped or cut every two seconds, only what a killed gateway had accepted is cut",
-            quick=16,
+            quick=12,
             soak=180,
             load=Load(rate=40, inputs=(1, 4)),
             figures=(Figure("ready_again_s", 1, 10.0),),
@@ -461,7 +461,7 @@ PROMISES = {
             "memory stays where it is however many requests are answered; a leak is found by the same look",
             # Requests, after a third as many. Not 40,000, which take two minutes: so the leak that has to be found is
             # of 4,096 bytes a sequence rather than of 100, for as much to leak.
-            quick=6_000,
+            quick=4_000,
             soak=100_000,
             load=QUIET,
             figures=(
