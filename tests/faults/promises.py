@@ -530,9 +530,10 @@ PROMISES = {
                 Figure(
                     "cpu_of_wakeup",
                     1,
-                    25.0,
-                    "times that of a Python process that wakes for nothing; what that is of a core is the machine's: "
-                    "the same 140 wakeups a second took 1.7 to 12.2 % of one, most where nothing else ran (design: 1)",
+                    40.0,
+                    "times that of a Python process that wakes for nothing (7 to 15 measured); what it is of a core "
+                    "is the machine's: the same 140 wakeups a second took 1.7 to 22 % of one, most where nothing else "
+                    "ran (the design has 1)",
                 ),
                 Figure(
                     "scheduler_wakeups_per_s",
