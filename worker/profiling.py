@@ -42,9 +42,14 @@ class StepProfiler:
             import torch
             from torch.autograd.profiler import profile
 
-            self._profile = profile(use_kineto=True, use_device="cuda" if torch.cuda.is_available() else None)
-            self._profile.__enter__()
-            self._num_left = NUM_STEPS
+            begun = profile(use_kineto=True, use_device="cuda" if torch.cuda.is_available() else None)
+            try:
+                begun.__enter__()
+            except RuntimeError as error:  # another one has the device's counters, say; steps go on
+                self._is_asked = False
+                logger.error("steps cannot be traced: %s", error)  # noqa: TRY400 the text says it all
+                return
+            self._profile, self._num_left = begun, NUM_STEPS
 
     def after_step(self) -> None:
         """Of a step that was launched."""
@@ -55,9 +60,11 @@ class StepProfiler:
             return
         done, self._profile, self._is_asked = self._profile, None, False
         try:
+            self._path.unlink(missing_ok=True)  # an older one would be taken for this
             done.__exit__(None, None, None)
             done.export_chrome_trace(str(self._path))
+            num_bytes = self._path.stat().st_size  # where it cannot be written, the library raises nothing
         except (OSError, RuntimeError) as error:  # a full disk, say; steps go on
             logger.error("the trace could not be written to %s: %s", self._path, error)  # noqa: TRY400 the text says it all
         else:
-            logger.info("a trace of %d steps is in %s", NUM_STEPS, self._path)
+            logger.info("a trace of %d steps is in %s, %d bytes", NUM_STEPS, self._path, num_bytes)
