@@ -1,10 +1,11 @@
-"""Tokenization off the event loop: a few threads, and the tokenizer of whichever model is served now.
+"""Tokenization, mostly off the event loop: a few threads, and the tokenizer of whichever model is served now.
 
 The tokenizers release the interpreter's lock while they work, so threads suffice. But at thousands of short texts a
 second the lock's way to the thread and back costs more than the work: on two otherwise idle cores 405 µs of CPU a
-request against 190 when all ran on one core (2026-11-29). So short requests that wait at the same moment are tokenized
-together, in one call: while one batch of them runs the next one gathers, without a timer. Rejected: an executor with a
-job a request; the event loop itself, which a single text of 8,192 characters would stop for milliseconds.
+request against 190 when all ran on one core (2026-11-29). So a query, which takes some 50 µs, is tokenized where it
+is, on the event loop. Short requests beyond that which wait at the same moment are tokenized together, in one call:
+while one batch of them runs the next one gathers, without a timer. Rejected: an executor with a job a request; the
+event loop for all of them, which a single text of 8,192 characters would stop for milliseconds.
 
 A long list is tokenized part by part, each part queued behind whatever came in the meantime, so that a request of
 2,048 texts, or a query with 1,000 documents, delays a short one by a part and not by all of them. What waits is
@@ -39,9 +40,10 @@ logger = logging.getLogger(__name__)
 _PART_INPUTS = 64
 _PART_SIZE = 65_536  # characters, or token ids
 
-# A request up to this size is tokenized together with others.
+# A request up to this size is tokenized together with others, and one text up to that at once.
 _SHORT_INPUTS = 4
 _SHORT_CHARS = 4096
+_QUERY_CHARS = 512
 
 # How long a request waits for the first model: longer than a gateway or a small model's worker takes to start, so that
 # a restart fails nobody; not much longer, since a client is better told that nothing is there.
@@ -338,8 +340,11 @@ class Encoder:
             request.inputs.name,
             asyncio.get_running_loop().create_future(),
         )
-        self._short.append(short)
-        self._run_short()
+        if len(texts) == 1 and short.num_chars <= _QUERY_CHARS:
+            _deliver(short, _encode_alone(short))
+        else:
+            self._short.append(short)
+            self._run_short()
         return short.future
 
     async def encode_pairs(self, tokenizer: PairTokenizer, request: PairsRequest, *, max_tokens: int) -> EncodedPairs:
@@ -510,12 +515,7 @@ class Encoder:
         self, batch: list[_ShortRequest], outcomes: asyncio.Future[list[list[TokenIds] | BaseException]]
     ) -> None:
         for request, outcome in zip(batch, outcomes.result(), strict=True):
-            if request.future.done():
-                continue
-            if isinstance(outcome, BaseException):
-                request.future.set_exception(outcome)
-            else:
-                request.future.set_result(outcome)
+            _deliver(request, outcome)
         self._short_runs = False
         self._run_short()
 
@@ -585,6 +585,15 @@ def _encode_together(batch: list[_ShortRequest]) -> list[list[TokenIds] | BaseEx
         except BaseException:  # noqa: BLE001  # one of them is at fault: each runs alone, and is told its own place
             pass
     return [_encode_alone(request) for request in batch]
+
+
+def _deliver(request: _ShortRequest, outcome: list[TokenIds] | BaseException) -> None:
+    if request.future.done():
+        return
+    if isinstance(outcome, BaseException):
+        request.future.set_exception(outcome)
+    else:
+        request.future.set_result(outcome)
 
 
 def _encode_alone(request: _ShortRequest) -> list[TokenIds] | BaseException:

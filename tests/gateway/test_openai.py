@@ -355,7 +355,7 @@ async def test_a_deadline_that_passes_while_the_input_is_tokenized_shows_there(s
     running = await serve(tokenizer_threads=1)
     release = threading.Event()
     blocking = running.gateway._threads.run(lambda: release.wait(10))
-    answer = await embed(running.port, {"input": "w1"}, {"X-Request-Timeout-Ms": "100"})
+    answer = await embed(running.port, {"input": ["w1", "w2"]}, {"X-Request-Timeout-Ms": "100"})
     release.set()
     await blocking
     timing = milliseconds(answer)
@@ -397,7 +397,8 @@ async def test_requests_that_are_tokenized_together_each_get_their_own_answer(se
     def fields(index: int) -> dict[str, object]:
         if index % 10 == 3:
             return {"input": ["w1", "w1 " * MAX_TOKENS]}
-        return {"input": f"w{index % 60} w5", "truncate": index % 3 == 0, "prompt": "w1 " if index % 4 == 0 else None}
+        texts = [f"w{index % 60} w5", "w2"]
+        return {"input": texts, "truncate": index % 3 == 0, "prompt": "w1 " if index % 4 == 0 else None}
 
     answers = await asyncio.gather(*(embed(server.port, fields(index)) for index in range(100)))
     for index, answer in enumerate(answers):
@@ -405,8 +406,18 @@ async def test_requests_that_are_tokenized_together_each_get_their_own_answer(se
             assert answer.error["param"] == "input[1]"
         else:
             prompt = [5] if index % 4 == 0 else []
-            expected = vector([1, *prompt, index % 60 + 4, 9, 2])
-            np.testing.assert_allclose(embeddings(answer.json), [expected], rtol=1e-6)
+            expected = [vector([1, *prompt, index % 60 + 4, 9, 2]), vector([1, *prompt, 6, 2])]
+            np.testing.assert_allclose(embeddings(answer.json), expected, rtol=1e-6)
+
+
+async def test_a_query_waits_for_no_longer_text_to_be_tokenized(serve: Serve) -> None:
+    running = await serve(tokenizer_threads=1)
+    release = threading.Event()
+    blocking = running.gateway._threads.run(lambda: release.wait(10))
+    answer = await embed(running.port, {"input": "w5 w6"})
+    release.set()
+    await blocking
+    assert (answer.status, answer.json["usage"]["total_tokens"]) == (200, 4)
 
 
 async def test_more_requests_than_may_run_are_told_to_come_back(serve: Serve) -> None:
