@@ -288,6 +288,7 @@ def _serve(flags: list[str]) -> int:
             metrics.clear(run_dir)
             for path in Path(run_dir).glob("*.starts"):
                 path.unlink()
+        Path(config.run_dir, "connections").unlink(missing_ok=True)  # of gateways that there may be no more
         environment = configuration.to_environment(config)
         environment["HEDGEROW_MODELS"] = " ".join(model.folder.name for model in served if config.models)
         environment["HEDGEROW_MODEL"] = str(served[0].folder.path)

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _GPUS = re.compile(r".+:\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 
 # What a run folder has besides the folders of models.
-_TAKEN = re.compile(r"metrics|budgets|.*\.(conf|lock|pid|sock|starts)")
+_TAKEN = re.compile(r"metrics|budgets|connections|.*\.(conf|lock|pid|sock|starts)")
 
 
 def is_named(text: str) -> bool:

@@ -45,6 +45,7 @@ from common.protocol import ModelFacts, Spans, max_rows
 from common.tokenization import TokenIds
 from common.transport import now_ns
 from gateway import cors, openapi
+from gateway.accept import Acceptor, ConnectionCounts
 from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.auth import Key, KeyCheck, settle_lane
 from gateway.body import BodyLimits, read_body
@@ -201,7 +202,7 @@ class Gateway:
         self._server = Server(
             self._handle, http_limits, partial(self._count, "none"), partial(cors.answer_headers, self._origins)
         )
-        self._listener: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._num_running = 0
         self._draining = False
         self._created_s = int(time.time())
@@ -225,7 +226,8 @@ class Gateway:
     async def start(self, sock: socket.socket) -> None:
         """Serve on a listening socket, which is this object's from here on."""
         self._models.start()
-        self._listener = await asyncio.get_running_loop().create_server(self._server, sock=sock)
+        counts = ConnectionCounts(self._config.run_dir, self._config.slot)
+        self._acceptor = Acceptor(sock, self._server, lambda: self._server.num_open, counts)
 
     async def wait_loaded(self) -> None:
         """Return when the tokenizers of the facts that were told last are loaded, or cannot be."""
@@ -234,8 +236,8 @@ class Gateway:
     async def drain(self) -> None:
         """Accept nothing more; return when what was accepted is answered, or cut off at the end of its time."""
         self._draining = True
-        if self._listener is not None:
-            self._listener.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         await self._server.drain(self._config.drain_timeout_s)
 
     def abort(self) -> None:
@@ -245,8 +247,8 @@ class Gateway:
 
     async def close(self) -> None:
         """Let go of threads and sockets. Comes after `drain`."""
-        if self._listener is not None:
-            self._listener.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         self._server.abort()
         await self._models.close()
         self._threads.close()

@@ -110,6 +110,11 @@ class Server(web.Server):
         self._error_message = ERROR._replace(version=HttpVersion11)
 
     @property
+    def num_open(self) -> int:
+        """Connections."""
+        return len(self._open)
+
+    @property
     def is_full(self) -> bool:
         return len(self._open) >= self.limits.max_connections
 

@@ -291,6 +291,10 @@ async def server(serve: Serve) -> AsyncIterator[Running]:
     gateway = running.gateway  # shorter limits than flags can ask for
     gateway._server.limits = dataclasses.replace(gateway._server.limits, header_timeout_s=0.3, write_timeout_s=0.3)
     gateway._body_limits = dataclasses.replace(gateway._body_limits, timeout_s=0.2)
+    await ask(running.port, "GET", "/health")  # with its first connection a loop opens a descriptor that it keeps
+    async with asyncio.timeout(1.5):
+        while gateway._server._open:
+            await asyncio.sleep(0.01)
     before = Held.by(running)
     yield running
     assert (await ask(running.port, "POST", "/v1/embeddings", BODY)).status == 200
