@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from common import awake, log, metrics, plan
 from common import config as configuration
-from common import log, metrics, plan
-from common.config import Config, InspectConfig, ServeConfig
+from common.config import Config, InspectConfig, ProcessConfig, ServeConfig
 from common.errors import EX_BUSY, EX_CONFIG, EX_FAILURE, EX_USAGE
 from common.models import ModelFolder, ModelNotFound, find_model
 from common.transport import AddressInUse, Lock, address, prepare_run_dir
@@ -55,6 +55,7 @@ _USAGE = """usage: hedgerow COMMAND [flags]
   gateway         one HTTP gateway
   scheduler       the scheduler
   worker          one worker
+  awake           what keeps cores from sleeping, of a suite with --keep-awake
 
 hedgerow COMMAND --help lists the flags; each is also a HEDGEROW_ variable."""
 
@@ -64,6 +65,7 @@ _SUPERVISORD_VARIABLES = (
     "HEDGEROW_PORT",
     "HEDGEROW_GATEWAYS",
     "HEDGEROW_WORKERS",
+    "HEDGEROW_KEEP_AWAKE",
     "HEDGEROW_RUN_DIR",
 )
 
@@ -88,6 +90,9 @@ def main() -> int:
         sys.argv = [f"hedgerow {command}", *flags]
         runpy.run_module(command, run_name="__main__")  # ends with run_process
         raise AssertionError("a process has returned without an exit status")
+    if command == "awake":
+        sys.argv = ["hedgerow awake", *flags]
+        run_process("awake", ProcessConfig, awake.main)
     wanted_help = command in {"--help", "-h", "help"}
     (sys.stdout if wanted_help else sys.stderr).write(_USAGE + "\n")
     return 0 if wanted_help else EX_USAGE
@@ -277,6 +282,7 @@ def _serve(flags: list[str]) -> int:
             _check("worker.checkpoint", str(model.folder.path), model.task)
         if config.api_keys_file:
             _check("gateway.auth", config.api_keys_file)
+        _check_cores(config)
         run_dirs = dict.fromkeys([config.run_dir, *(model.run_dir for model in served)])
         for run_dir in run_dirs:
             prepare_run_dir(run_dir)
@@ -313,6 +319,15 @@ def _serve(flags: list[str]) -> int:
     os.environ.update(environment)
     supervisord = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)]
     return os.execv(sys.executable, supervisord)
+
+
+def _check_cores(config: ServeConfig) -> None:
+    """Raises StartRefused: what keeps cores awake would take the time of those that work."""
+    if config.keep_awake and configuration.usable_cpus() < len(os.sched_getaffinity(0)):
+        raise StartRefused(
+            "--keep-awake would use up the CPU time that this container may use (cpu.max), which is less than that of "
+            "the cores that it sees: leave it out, or give the container cores of its own (cpuset)"
+        )
 
 
 def _alone(config: ServeConfig) -> _Served:

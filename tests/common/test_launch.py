@@ -60,13 +60,24 @@ def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> No
     parser.read(path)
     assert parser["supervisord"]["environment"] == (
         'HEDGEROW_HOST="127.0.0.1",HEDGEROW_PORT="9123",HEDGEROW_GATEWAYS="3",HEDGEROW_WORKERS="2",'
-        f'HEDGEROW_RUN_DIR="{run_dir}"'
+        f'HEDGEROW_KEEP_AWAKE="false",HEDGEROW_RUN_DIR="{run_dir}"'
     )
     assert parser["supervisord"]["pidfile"] == f"{run_dir}/supervisord.pid"
     assert parser["unix_http_server"]["file"] == f"{run_dir}/supervisor.sock"
     assert parser["rpcinterface:hedgerow"]["supervisor.rpcinterface_factory"] == "common.supervision:plug_in"
     assert "inet_http_server" not in parser
     assert {parser[name]["stopwaitsecs"] for name in parser.sections() if "program:" in name} == {"105"}
+
+
+def test_cores_are_kept_awake_only_where_their_time_is_all_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    kept = ServeConfig(run_dir="unused", keep_awake=True)
+    monkeypatch.setattr("common.config.usable_cpus", lambda: 4)
+    launch._check_cores(kept)
+    monkeypatch.setattr("common.config.usable_cpus", lambda: 3)
+    launch._check_cores(ServeConfig(run_dir="unused"))
+    with pytest.raises(launch.StartRefused, match="leave it out"):
+        launch._check_cores(kept)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +128,7 @@ def test_of_several_models_each_has_programs_and_a_folder_of_its_own(run_dir: st
         "program:worker-A",
         "program:worker-b.2",
         "fcgi-program:gateway",
+        "program:awake",
     ]
     assert parser["program:scheduler-A"]["environment"] == (
         f'HEDGEROW_RUN_DIR="{run_dir}/A",HEDGEROW_MODEL="/models/a",HEDGEROW_SERVED_MODEL_NAME="A",HEDGEROW_TASK="auto",'

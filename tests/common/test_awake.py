@@ -1,0 +1,65 @@
+"""What keeps cores awake gives way to everything, and ends with the suite whichever way that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+COMMAND = [sys.executable, "-c", "import sys; from common.launch import main; sys.exit(main())", "awake"]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end_s, "it took 20 s"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def awake(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """The process, and those of its cores."""
+    process = subprocess.Popen([*COMMAND, "--run-dir", str(tmp_path)], stderr=subprocess.DEVNULL)
+    cores = os.sched_getaffinity(0)
+    until(lambda: len(children_of(process.pid)) == len(cores))
+    spinning = children_of(process.pid)
+    until(lambda: sorted(tuple(os.sched_getaffinity(pid)) for pid in spinning) == sorted((core,) for core in cores))
+    yield process, spinning
+    process.kill()
+    process.wait()
+
+
+def test_each_core_has_something_to_run_that_gives_way_to_all_else(
+    awake: tuple[subprocess.Popen[bytes], list[int]],
+) -> None:
+    _, spinning = awake
+    assert {os.sched_getscheduler(pid) for pid in spinning} == {os.SCHED_IDLE}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_all_of_it_ends_with_its_process(
+    awake: tuple[subprocess.Popen[bytes], list[int]], number: signal.Signals
+) -> None:
+    process, spinning = awake
+    process.send_signal(number)
+    assert process.wait(20) == (0 if number is signal.SIGTERM else -signal.SIGKILL)
+    until(lambda: not any(map(is_running, spinning)))
