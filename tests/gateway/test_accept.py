@@ -28,6 +28,8 @@ class Counting:
         await self.acceptor.close()
         for transport in self.transports:
             transport.abort()
+        while self.transports:
+            await asyncio.sleep(0)
 
 
 class _Taken(asyncio.Protocol):
@@ -35,7 +37,11 @@ class _Taken(asyncio.Protocol):
         self._transports = transports
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transports.append(cast("asyncio.Transport", transport))
+        self._transport = cast("asyncio.Transport", transport)
+        self._transports.append(self._transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transports.remove(self._transport)
 
 
 async def connect(port: int, count: int) -> list[socket.socket]:
