@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 from xmlrpc.client import ServerProxy
 
 from supervisor.xmlrpc import SupervisorTransport
@@ -34,6 +35,14 @@ _LOST = re.compile(
     r"^(?P<when>\S+ \S+) \w+ scheduler scheduler\.core: \S+ \(pid (?P<pid>\d+)\) (lost|is gone): (?P<reason>\w+)",
     re.MULTILINE,
 )
+
+
+class Loss(NamedTuple):
+    """A worker that the scheduler gave up."""
+
+    pid: int
+    when_s: float  # since the epoch
+    reason: str
 
 
 class OracleSuite(Suite):
@@ -127,20 +136,27 @@ class OracleSuite(Suite):
         lines = body.decode().splitlines() if status == 200 else []
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
-    def losses(self) -> dict[int, tuple[float, str]]:
-        """When (seconds since the epoch) and why the scheduler gave up each process, by pid, of all that it has."""
-        found = {}
-        for match in _LOST.finditer(self.log()):
-            when = datetime.datetime.strptime(match["when"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-            found[int(match["pid"])] = (when, match["reason"])
-        return found
+    def losses(self) -> list[Loss]:
+        """The processes that the scheduler has given up so far, in order."""
+        return [
+            Loss(
+                int(match["pid"]),
+                datetime.datetime.strptime(match["when"], "%Y-%m-%d %H:%M:%S,%f").timestamp(),
+                match["reason"],
+            )
+            for match in _LOST.finditer(self.log())
+        ]
+
+    def loss_of(self, pid: int) -> Loss:
+        """The last one of this pid, which the system may have given to others before."""
+        return [loss for loss in self.losses() if loss.pid == pid][-1]
 
     async def start(self, arguments: list[str]) -> asyncio.subprocess.Process:
         """A process of the suite's own kind that nobody supervises; `arguments`: what comes after Python."""
         command = (sys.executable, *arguments, "--run-dir", str(self.run_dir))
         return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, cwd=ROOT)
 
-    async def losses_by_now(self) -> dict[int, tuple[float, str]]:
+    async def losses_by_now(self) -> list[Loss]:
         """`losses`, once all that died has been replaced: until then a line may be on its way to the log."""
         await asyncio.sleep(0.3)  # gauges are set four times a second
         await self.ready()

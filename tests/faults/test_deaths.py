@@ -41,7 +41,7 @@ async def test_a_worker_killed_in_mid_batch_fails_no_request(
             in_step += held.num_sequences
             in_batch += held.num_sequences > 0
             running.measured("ready_again_s", await suite.ready(instead_of=victim) - killed_s)
-            lost_s, _ = suite.losses()[victim.pid]
+            _, lost_s, _ = suite.loss_of(victim.pid)
             running.measured("noticed_s", lost_s - killed_s)
             usual_s = running.ledger.usual_s()
             for sent in touched:
@@ -66,7 +66,7 @@ async def test_the_only_worker_killed_fails_no_request(suite: OracleSuite, trial
                 kills += 1
                 running.measured("not_ready_s", await suite.not_ready() - killed_s)
                 running.measured("ready_again_s", await suite.ready(workers=1, instead_of=victim) - killed_s)
-                lost_s, _ = suite.losses()[victim.pid]
+                _, lost_s, _ = suite.loss_of(victim.pid)
                 running.measured("noticed_s", lost_s - killed_s)
                 victim.close()
     finally:
@@ -110,7 +110,7 @@ async def test_a_gateway_killed_cuts_only_the_connections_that_it_had_accepted(
             killed_s = killed.kill(victim)
             await victim.ended()
             running.measured("ready_again_s", await suite.ready(instead_of=victim) - killed_s)
-            lost_s, _ = suite.losses()[victim.pid]
+            _, lost_s, _ = suite.loss_of(victim.pid)
             running.measured("noticed_s", lost_s - killed_s)
             victim.close()
     report(running.judge(exactly={}, allowed=filter(killed.has_cut, running.ledger.sent)))
@@ -135,7 +135,7 @@ async def test_a_stopped_worker_is_given_up_in_time_and_one_that_goes_on_is_not(
                 stopped_for_good += 1
                 await victim.ended()
                 await suite.ready(instead_of=victim)
-                lost_s, reason = suite.losses()[victim.pid]
+                _, lost_s, reason = suite.loss_of(victim.pid)
                 assert reason == "silent"
                 running.measured("noticed_s", lost_s - stopped_s)
             victim.close()
@@ -150,14 +150,14 @@ async def test_a_hung_worker_is_ended_and_the_log_says_where_it_was(
     async with trial("A6") as running:
         for number, _ in enumerate(running.steps()):
             word, reason, series = kinds[number % 2]
-            known = suite.losses()
+            known = len(suite.losses())
             logged = len(suite.log())
             asked = running.ledger.ask(f"{word} w{number}")
             begun_s = await suite.fault_began()
             await running.ledger.until(asked)
             assert asked.outcome == "answered"
             losses = await suite.losses_by_now()
-            ((lost_s, why),) = [loss for pid, loss in losses.items() if pid not in known]
+            ((_, lost_s, why),) = losses[known:]
             assert why == reason
             reasons[reason] += 1
             running.measured(series, lost_s - begun_s)
