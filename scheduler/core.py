@@ -140,7 +140,11 @@ class _Gateway:
 
 
 class Scheduler:
-    """Every public method returns the actions that it asks for, in order; the caller performs them."""
+    """Every public method returns the actions that it asks for, in order; the caller performs them.
+
+    Batches are formed when a worker speaks or is lost, and at every tick. What gateways say changes only what waits: a
+    caller that has heard what there is has them formed then (`form_batches`, or a tick), once for all of it.
+    """
 
     def __init__(
         self,
@@ -198,7 +202,12 @@ class Scheduler:
                 self._on_gateway_beat(gateway, message, now_ns)
             else:
                 logger.warning("%s sent a %s; ignored", gateway.name, type(message).__name__)
-        return self._take_actions(now_ns)
+        return self._take_actions()
+
+    def form_batches(self, now_ns: int) -> list[Action]:
+        """Give workers what waits, as far as they have room for it now."""
+        self._fill_slots(now_ns)
+        return self._take_actions()
 
     def on_worker_message(self, peer: bytes, message: Message, now_ns: int) -> list[Action]:
         self._note_time(now_ns)
@@ -222,7 +231,7 @@ class Scheduler:
                 worker.times = message
             else:
                 logger.warning("%s sent a %s; ignored", worker.name, type(message).__name__)
-        return self._take_actions(now_ns)
+        return self.form_batches(now_ns)
 
     def on_worker_lost(self, peer: bytes, reason: str, now_ns: int) -> list[Action]:
         """The worker's process or connection is gone."""
@@ -231,7 +240,7 @@ class Scheduler:
             self._lose(worker, reason, now_ns)
         elif reason == "exited":
             self._judge(peer, now_ns, has_died=True)
-        return self._take_actions(now_ns)
+        return self.form_batches(now_ns)
 
     def on_undelivered(self, peer: bytes, message: Message) -> None:
         """This could not be sent: nobody takes it. That its worker is lost is told as well, in a moment."""
@@ -244,7 +253,7 @@ class Scheduler:
         gateway = self._gateways.get(peer)
         if gateway is not None:
             self._lose_gateway(gateway, reason)
-        return self._take_actions(now_ns)
+        return self._take_actions()
 
     def knows(self, peer: bytes) -> bool:
         """Whether this gateway or worker is one that was let in and is not lost, or whose end is still of interest."""
@@ -275,7 +284,7 @@ class Scheduler:
         if now_ns >= self._next_ping_ns:
             self._next_ping_ns = now_ns + PING_NS
             self._ping(now_ns)
-        return self._take_actions(now_ns)
+        return self.form_batches(now_ns)
 
     def next_tick_ns(self) -> int:
         free_ns = self._fleet.next_free_ns(self._last_turn_ns) if len(self._queue) else None
@@ -734,8 +743,7 @@ class Scheduler:
         """Whether anybody waits there, or came a moment ago, so that others may come."""
         return now_ns - self._arrived_ns[lane] < _PRESENT_NS or lane in self._queue.waiting_lanes()
 
-    def _take_actions(self, now_ns: int) -> list[Action]:
-        self._fill_slots(now_ns)
+    def _take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
 

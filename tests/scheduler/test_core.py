@@ -68,6 +68,7 @@ class Rig:
 
     def gateway(self, message: Message, peer: bytes = b"g0") -> None:
         self._perform(self.core.on_gateway_message(peer, message, self.now_ns))
+        self._perform(self.core.form_batches(self.now_ns))
 
     def worker(self, message: Message, peer: bytes = b"w0") -> None:
         self._perform(self.core.on_worker_message(peer, message, self.now_ns))
@@ -347,6 +348,16 @@ def test_single_rows_of_a_batch_travel_together_to_each_gateway_and_longer_parts
     assert isinstance(alone.message, Reply)
     assert isinstance(other.message, Reply)
     assert [(reply.request_id, len(reply.rows)) for reply in (alone.message, other.message)] == [(5, 2), (4, 1)]
+
+
+def test_batches_are_formed_once_for_all_that_has_been_heard(rig: Rig) -> None:
+    actions = [rig.core.on_gateway_message(b"g0", make_request(number, [number]), rig.now_ns) for number in (1, 2, 3)]
+    assert actions == [[], [], []]
+    (action,) = rig.core.form_batches(rig.now_ns)
+    assert not isinstance(action, Kill)
+    assert isinstance(action.message, Batch)
+    assert ids(action.message) == [1, 2, 3]
+    assert rig.core.form_batches(rig.now_ns) == []
 
 
 def test_a_long_request_is_answered_in_parts_whose_places_are_told(rig: Rig) -> None:

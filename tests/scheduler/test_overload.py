@@ -147,6 +147,7 @@ class Simulation:
         sequences = [[request_id] * length for length in asked.lengths]
         request = make_request(request_id, *sequences, tenant=asked.tenant, deadline_ns=asked.deadline_ns)
         self._perform(self.core.on_gateway_message(b"g", request, self.now_ns))
+        self._perform(self.core.form_batches(self.now_ns))
 
     def _begin(self, peer: bytes) -> None:
         batch = self._held[peer][0]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -153,6 +154,71 @@ def test_a_worker_that_took_its_leave_is_not_lost_where_a_message_to_it_fails_be
     assert metrics.worker_losses.labels("disconnected")._value.get() == losses
     server.close()
     gateway.close()
+
+
+class Inbox:
+    """Stands for a side's Router: what waits on it is known, which of a real socket nobody can say."""
+
+    def __init__(self) -> None:
+        self.socket = object()
+        self.waiting: deque[tuple[bytes, Message]] = deque()
+        self.sent: list[Message] = []
+
+    def receive(self) -> tuple[bytes, Message] | None:
+        return self.waiting.popleft() if self.waiting else None
+
+    def send(self, peer: bytes, message: Message) -> None:
+        self.sent.append(message)
+
+    def ensure_bound(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class Turns:
+    """A scheduler whose turns are taken by hand: a gateway and a worker have joined."""
+
+    def __init__(self, run_dir: str, metrics: Metrics) -> None:
+        prepare_run_dir(run_dir)
+        self.server = Server(SchedulerConfig(run_dir=run_dir), metrics)
+        self._gateways, self._workers = Inbox(), Inbox()
+        for side, inbox in ((self.server._gateways, self._gateways), (self.server._workers, self._workers)):
+            side.router.close()
+            side.router = inbox  # type: ignore[assignment]  # what the loop asks of one
+        self._gateways.waiting.append((b"g", Join(PROTOCOL_VERSION, "gateway-0", os.getpid())))
+        self._workers.waiting.append((b"w", Hello(PROTOCOL_VERSION, "worker-0", os.getpid(), FACTS)))
+        self.take()
+
+    def take(self, *messages: Message) -> list[list[int]]:
+        """Take a turn while these wait of the gateway; the token ids of each batch that is sent."""
+        self._gateways.waiting.extend((b"g", message) for message in messages)
+        self._workers.sent.clear()
+        self.server.turn({self._gateways.socket: zmq.POLLIN, self._workers.socket: zmq.POLLIN})
+        return [message.token_ids.tolist() for message in self._workers.sent if isinstance(message, Batch)]
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._gateways.waiting)
+
+
+@pytest.fixture
+def turns(run_dir: str, metrics: Metrics) -> Iterator[Turns]:
+    turns = Turns(run_dir, metrics)
+    yield turns
+    turns.server.close()
+
+
+def test_what_waits_at_one_moment_is_all_heard_before_a_batch_is_formed(turns: Turns) -> None:
+    assert turns.take(*(make_request(number, [number]) for number in (1, 2, 3, 4))) == [[1, 2, 3, 4]]
+
+
+def test_a_free_worker_does_not_wait_until_more_has_been_heard_than_takes_a_moment(turns: Turns) -> None:
+    messages = [make_request(number, [number]) for number in range(1, 81)]
+    first, second = turns.take(*messages)
+    assert first == list(range(1, 65))
+    assert second == list(range(65, 81))
 
 
 def test_a_workers_death_is_noticed_at_once(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
