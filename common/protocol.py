@@ -12,7 +12,7 @@ stranger's bytes) cannot raise anything else.
 
 Who sends what:
 
-    gateway → scheduler    Join  Request  Cancel  Beat  Goodbye
+    gateway → scheduler    Join  Request  Requests  Cancel  Beat  Goodbye
     scheduler → gateway    Welcome  Reply  Replies  Trace  Failure  Ping  Refuse
     worker → scheduler     Hello  StepTimes  Result  BatchFailed  Beat  Goodbye
     scheduler → worker     Batch  Ping  Refuse
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import accumulate
 from operator import attrgetter
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
@@ -41,7 +42,7 @@ import numpy.typing as npt
 
 from common.errors import ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 # A header is a few hundred bytes; the largest, Hello, carries prompts and labels. Each byte of a hostile one may be an
 # empty list of 72 bytes, so what is longer than a plain header may open only so many lists and maps (Hello has eight),
@@ -60,6 +61,9 @@ _COPIED_BYTES = 32 * 1024
 
 # The most rows that one message may ask for: one for each token of a sequence longer than models take today.
 MAX_ROWS = 64 * 1024
+
+# The most of a Requests: a scheduler looks at nothing else before it has heard all of them, some 10 µs each.
+MAX_REQUESTS = 64
 
 Int32Vector: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 1)]
 Int32Matrix: TypeAlias = Annotated[npt.NDArray[np.int32], ("<i4", 2)]
@@ -206,6 +210,115 @@ class Request:
             raise ValueError("an encoding that there is not")
         if self.lane not in LANES:
             raise ValueError("a lane that there is not")
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Requests of one gateway at one moment: short ones, for which a message each costs more than what is in it.
+
+    Each is what it would be alone: it is admitted, answered, failed and cancelled by itself. Of the same model, with no
+    tokens of type 1 and a row a sequence, and nobody follows them: such as are most, and any other travels alone.
+    """
+
+    fingerprint: str
+    # [requests, 9] of each what its fields of these names say: request_id, deadline_ns, the number of its lane among
+    # LANES, tenant, opens, dimensions, normalize, the number of its encoding; and how many sequences are its.
+    asked: Int64Matrix
+    token_ids: Int32Vector  # [tokens], all sequences of all requests one after the other
+    lengths: Int32Vector  # [sequences]
+
+    def __post_init__(self) -> None:
+        _check_tokens(self.lengths, self.token_ids)
+        if self.asked.shape[1] != 9 or not 1 <= len(self.asked) <= MAX_REQUESTS:
+            raise ValueError(f"needs nine numbers of each of 1 to {MAX_REQUESTS} requests")
+        # Python's own minimum and maximum: of so few numbers numpy's take longer.
+        rows = self.asked.tolist()
+        _, _, lanes, _, opens, dimensions, normalize, encodings, num_sequences = zip(*rows, strict=True)
+        if min(map(min, rows)) < 0:
+            raise ValueError("a number of a request is negative")
+        if max(lanes) >= len(LANES) or max(encodings) >= len(ENCODINGS):
+            raise ValueError("a lane or an encoding that there is not")
+        if max(opens) > 1 or max(normalize) > 1:
+            raise ValueError("needs 0 or 1 where a request says yes or no")
+        if max(dimensions) > _MAX_INT32:
+            raise ValueError("more dimensions than a Batch can say")
+        if min(num_sequences) < 1 or sum(num_sequences) != len(self.lengths):
+            raise ValueError("needs a sequence in each request, and a request for each sequence")
+
+    @staticmethod
+    def may_hold(request: Request) -> bool:
+        """Whether a request can be one of them, together with others of its model."""
+        return not (len(request.type_starts) or len(request.span_counts) or len(request.times_ns))
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Requests:
+        """Requests that `may_hold` is true of, at most MAX_REQUESTS, all of one model."""
+        assert all(map(cls.may_hold, requests)), "of such a request something would not travel"
+        assert len({request.fingerprint for request in requests}) == 1, "requests of several models"
+        asked = [
+            (
+                request.request_id,
+                request.deadline_ns,
+                LANES.index(request.lane),
+                request.tenant,
+                request.opens,
+                request.dimensions,
+                request.normalize,
+                ENCODINGS[request.encoding],
+                len(request.lengths),
+            )
+            for request in requests
+        ]
+        return cls(
+            requests[0].fingerprint,
+            np.array(asked, dtype=np.int64),
+            np.concatenate([request.token_ids for request in requests]),
+            np.concatenate([request.lengths for request in requests]),
+        )
+
+    def each(self) -> Iterator[Request]:
+        """They as they were, in their order; their arrays are views."""
+        encodings = list(ENCODINGS)
+        token_offsets = list(accumulate(self.lengths.tolist(), initial=0))
+        first = 0
+        for (
+            request_id,
+            deadline_ns,
+            lane,
+            tenant,
+            opens,
+            dimensions,
+            normalize,
+            encoding,
+            num_sequences,
+        ) in self.asked.tolist():
+            last = first + num_sequences
+            yield _CheckedRequest(
+                request_id,
+                self.fingerprint,
+                deadline_ns,
+                LANES[lane],
+                tenant,
+                opens == 1,
+                dimensions,
+                normalize == 1,
+                encodings[encoding],
+                self.token_ids[token_offsets[first] : token_offsets[last]],
+                self.lengths[first:last],
+                NO_NUMBERS,  # given, since to make a default takes a call
+                NO_NUMBERS,
+                NO_SPANS,
+                NO_TIMES,
+            )
+            first = last
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedRequest(Request):
+    """One of a Requests, which has been looked at as a whole: again for each would take longer than all else of it."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +550,7 @@ class Refuse:
 Message: TypeAlias = (
     Join
     | Request
+    | Requests
     | Cancel
     | Hello
     | Result
@@ -567,7 +681,17 @@ def _check_pid(pid: int) -> None:
 
 
 def _check_sequences(message: Request | Batch) -> None:
-    lengths, token_ids = message.lengths, message.token_ids
+    lengths = message.lengths
+    _check_tokens(lengths, message.token_ids)
+    if len(message.type_starts):
+        _check_type_starts(lengths, message.type_starts)
+    if len(message.span_counts) or message.spans.shape != (0, 2):
+        _check_spans(lengths, message.span_counts, message.spans)
+    if len(message.times_ns):
+        _check_times(message.times_ns, 1)
+
+
+def _check_tokens(lengths: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
     if len(lengths) == 1:  # as most requests: each reduction of an array takes a microsecond or two
         shortest = num_tokens = lengths.item()
     else:
@@ -579,12 +703,6 @@ def _check_sequences(message: Request | Batch) -> None:
         raise ValueError("lengths do not add up to the number of token ids")
     if np.minimum.reduce(token_ids) < 0:
         raise ValueError("a token id is negative")
-    if len(message.type_starts):
-        _check_type_starts(lengths, message.type_starts)
-    if len(message.span_counts) or message.spans.shape != (0, 2):
-        _check_spans(lengths, message.span_counts, message.spans)
-    if len(message.times_ns):
-        _check_times(message.times_ns, 1)
 
 
 def _check_times(times_ns: npt.NDArray[np.int64], count: int) -> None:
@@ -811,6 +929,7 @@ _LAYOUTS_BY_KIND = {
             Replies,
             StepTimes,
             Trace,
+            Requests,
         ),
         start=1,
     )

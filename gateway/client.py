@@ -4,6 +4,10 @@
 and futures. The ledger is what makes a scheduler's death harmless: whatever was not answered is sent again to the
 next one. A long request is cut into pieces, and only so many wait at the scheduler at once; the rest stays here, so
 that one big request never fills the queue for others.
+
+Short requests that are opened in the same turn of the event loop leave in one message, since the scheduler, of which
+there is one, then takes half as long for each. Under load many are, as they are tokenized together (encoding.py); a
+lone one leaves with the end of its turn, without a timer. All else stays each one's own: its id, deadline, answer.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from common.metrics import Metrics
 from common.protocol import (
     ENCODINGS,
     LANES,
+    MAX_REQUESTS,
     NO_NUMBERS,
     NO_SPANS,
     NO_TIMES,
@@ -53,6 +58,7 @@ from common.protocol import (
     Replies,
     Reply,
     Request,
+    Requests,
     Spans,
     Trace,
     Welcome,
@@ -96,6 +102,11 @@ Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[n
 # that those who were refused together do not come back together.
 _RETRY_AFTER_S = (1.0, 30.0)
 _JITTER = 0.2
+
+# Requests of at most so many tokens leave together, up to so many tokens in a message: a copy of 4 KB takes less than a
+# message, and of larger ones the scheduler would hold all as long as one of them waits.
+_SHORT_TOKENS = 1024
+_TOKENS_TOGETHER = 4096
 
 # A sparse row without any values: its count.
 _EMPTY_SPARSE_BYTES = 4
@@ -252,7 +263,10 @@ class _Piece:
 
 
 class Ledger:
-    """What this gateway owes, and what it knows of the scheduler. `send` takes a message or says that it cannot."""
+    """What this gateway owes, and what it knows of the scheduler. `send` takes a message or says that it cannot.
+
+    Short requests wait for `flush`, which has to follow whatever the ledger is told, in the same turn of the loop.
+    """
 
     def __init__(
         self,
@@ -271,6 +285,8 @@ class Ledger:
         self._send = send
         self._metrics = metrics
         self._pieces: dict[int, _Piece] = {}
+        self._unsent: dict[int, Request] = {}  # for the next flush: short, of one model
+        self._unsent_tokens = 0
         self._request_ids = itertools.count(1)
         self._welcome: Welcome | None = None
         self._status: Ping | None = None
@@ -341,9 +357,22 @@ class Ledger:
     def close(self, request: OpenRequest) -> None:
         """Nobody waits for it any more (answered, failed, cancelled): take back what the scheduler still has."""
         for request_id in request.pieces:
-            del self._pieces[request_id]
-            self._send(Cancel(request_id))
+            was_sent = self._pieces.pop(request_id).sent
+            if self._unsent.pop(request_id, None) is None or was_sent:
+                self._send(Cancel(request_id))
         request.pieces.clear()
+
+    def flush(self) -> None:
+        """Send what was opened, or fed, since the last time."""
+        requests, self._unsent, self._unsent_tokens = self._unsent, {}, 0
+        if not requests:
+            return
+        message: Message
+        message, *more = requests.values()
+        sent = self._send(Requests.of([message, *more]) if more else message)
+        for request_id in requests:
+            if (piece := self._pieces.get(request_id)) is not None:
+                piece.sent = sent
 
     def abandon(self) -> None:
         """Fail everything that is still held: this gateway ends."""
@@ -351,6 +380,7 @@ class Ledger:
             piece.request.fail(ShuttingDown("The server is being stopped. Send the request again.", retry_after_s=1))
             piece.request.pieces.clear()
         self._pieces.clear()
+        self._unsent.clear()
 
     def on_message(self, message: Message, now_ns: int) -> None:
         """Raises ProtocolError: the message, or one of its replies, does not fit what was asked and changed nothing."""
@@ -381,6 +411,7 @@ class Ledger:
         """Say that we are here, or ask to be let in; the seconds until the next tick."""
         if self.refused is not None:
             return _TICK_S
+        self.flush()  # a beat tells how many have been sent
         if self._welcome is None or self._died or now_ns - self._last_heard_ns >= _REJOIN_NS:
             self._asked = self._pulse(Join(PROTOCOL_VERSION, self._name, os.getpid()), now_ns) or self._asked
             return _JOIN_TICK_S
@@ -441,24 +472,40 @@ class Ledger:
     def _submit(self, request_id: int, piece: _Piece, *, opens: bool) -> None:
         request, options = piece.request, piece.request.options
         first, last = request.offsets[piece.start], request.offsets[piece.stop]
-        piece.sent = self._send(
-            Request(
-                request_id=request_id,
-                fingerprint=options.fingerprint,
-                deadline_ns=options.deadline_ns,
-                lane=options.lane,
-                tenant=options.tenant,
-                opens=opens,
-                dimensions=options.dimensions,
-                normalize=options.normalize,
-                encoding=options.encoding,
-                token_ids=request.token_ids[first:last],
-                lengths=request.lengths[piece.start : piece.stop],
-                type_starts=request.type_starts[piece.start : piece.stop],
-                span_counts=request.span_counts[piece.start : piece.stop],
-                spans=request.spans[request.first_row(piece.start) : request.first_row(piece.stop)],
-                times_ns=NO_TIMES if options.trace is None else options.trace.sent(),
-            )
+        message = Request(
+            request_id=request_id,
+            fingerprint=options.fingerprint,
+            deadline_ns=options.deadline_ns,
+            lane=options.lane,
+            tenant=options.tenant,
+            opens=opens,
+            dimensions=options.dimensions,
+            normalize=options.normalize,
+            encoding=options.encoding,
+            token_ids=request.token_ids[first:last],
+            lengths=request.lengths[piece.start : piece.stop],
+            type_starts=request.type_starts[piece.start : piece.stop],
+            span_counts=request.span_counts[piece.start : piece.stop],
+            spans=request.spans[request.first_row(piece.start) : request.first_row(piece.stop)],
+            times_ns=NO_TIMES if options.trace is None else options.trace.sent(),
+        )
+        num_tokens = last - first
+        if num_tokens > _SHORT_TOKENS or not Requests.may_hold(message):
+            self.flush()  # so that nothing overtakes
+            piece.sent = self._send(message)
+            return
+        if not self._has_room_for(message):
+            self.flush()
+        self._unsent[request_id] = message
+        self._unsent_tokens += num_tokens
+
+    def _has_room_for(self, message: Request) -> bool:
+        """Whether it can leave with what is to leave next."""
+        first = next(iter(self._unsent.values()), message)
+        return (
+            first.fingerprint == message.fingerprint
+            and len(self._unsent) < MAX_REQUESTS
+            and self._unsent_tokens + len(message.token_ids) <= _TOKENS_TOGETHER
         )
 
     def _on_replies(self, replies: Replies) -> None:
@@ -622,14 +669,14 @@ class SchedulerClient:
             self._ledger.open(request, now_ns())
             if not self._receive_due:
                 self._receive_due = True
-                self._loop.call_soon(self._receive)  # see there; once for all that is sent before it runs
+                self._loop.call_soon(self._receive)  # which sends all that is opened before it runs
             return await request.future
         finally:
             timer.cancel()
             self._ledger.close(request)
 
     def _receive(self) -> None:
-        """Take everything that waits.
+        """Send what has been opened, and take everything that waits.
 
         ZeroMQ's descriptor signals an edge, and a send may consume it: so this also runs after every send.
         """
@@ -637,6 +684,7 @@ class SchedulerClient:
         facts, refused = self._ledger.facts, self._ledger.refused
         while True:
             try:
+                self._ledger.flush()  # what a message has made room for, too
                 message = self._dealer.receive()
                 if message is None:
                     break

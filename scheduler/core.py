@@ -43,6 +43,7 @@ from common.protocol import (
     Replies,
     Reply,
     Request,
+    Requests,
     Result,
     StepTimes,
     Trace,
@@ -192,7 +193,10 @@ class Scheduler:
             self._metrics.stale_messages.inc()
         else:
             gateway.last_heard_ns = now_ns
-            if isinstance(message, Request):
+            if isinstance(message, Requests):
+                for request in message.each():
+                    self._on_request(gateway, request, now_ns)
+            elif isinstance(message, Request):
                 self._on_request(gateway, message, now_ns)
             elif isinstance(message, Cancel):
                 self._on_cancel(gateway, message)

@@ -19,14 +19,14 @@ from common.config import SchedulerConfig
 from common.errors import ProtocolError, VersionMismatch
 from common.log import Seldom
 from common.metrics import Metrics, open_metrics
-from common.protocol import Hello, Join, Message, Refuse, Request
+from common.protocol import Hello, Join, Message, Refuse, Request, Requests
 from common.transport import PeerGone, PeerStuck, Router, address, now_ns
 from scheduler.core import Action, Kill, Scheduler, ToGateway, ToWorker, version_refusal
 
 logger = logging.getLogger(__name__)
 
-# One side may not keep the other waiting: after so many messages the loop looks at everything else.
-# After so many requests a worker that is free has what there is of them: these take half a millisecond.
+# One side may not keep the other waiting: after so many messages, or requests in them, the loop looks at everything
+# else. After so many requests a worker that is free has what there is of them: these take half a millisecond.
 _MESSAGES_A_TURN = 256
 _REQUESTS_AT_ONCE = 64
 _BOUND_CHECK_NS = 1_000_000_000
@@ -176,8 +176,9 @@ class Server:
     def _receive(self, side: _Side) -> list[tuple[bytes, Join | Hello]]:
         """Handle what waits on a side's socket, but for introductions, which are returned."""
         introductions: list[tuple[bytes, Join | Hello]] = []
-        num_unformed = 0
-        for _ in range(_MESSAGES_A_TURN):
+        num_heard = num_unformed = 0
+        while num_heard < _MESSAGES_A_TURN:
+            num_heard += 1
             try:
                 received = side.router.receive()
             except VersionMismatch as error:
@@ -196,7 +197,11 @@ class Server:
                 introductions.append((peer, message))
                 continue
             self._perform(side.on_message(peer, message, now_ns()))
-            num_unformed += isinstance(message, Request)
+            if isinstance(message, Requests):
+                num_heard += len(message.asked) - 1
+                num_unformed += len(message.asked)
+            elif isinstance(message, Request):
+                num_unformed += 1
             if num_unformed >= _REQUESTS_AT_ONCE:  # else with the tick that ends the turn
                 num_unformed = 0
                 self._perform(self._core.form_batches(now_ns()))

@@ -13,7 +13,7 @@ import msgpack
 
 from common.protocol import MAX_FRAMES, MAX_HEADER_BYTES, Message, encode
 
-_NUM_KINDS = 15
+_NUM_KINDS = 18
 _MOST_FRAMES = 20
 _ELEMENTS = (12_000, 65_000)  # in each of a bomb's lists: as many as are allowed, and as many as there is room for
 

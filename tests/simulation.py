@@ -317,6 +317,7 @@ class GatewayProcess(Process):
                 self._next_reconnect_ns = now_ns + RECONNECT_NS
                 self.dealer.reconnect()
             self._next_tick_ns = now_ns + int(self.ledger.on_tick(now_ns) * SECOND)
+            self.ledger.flush()
         next_ns = min([self._next_tick_ns, *(sent.gives_up_ns for sent in self.open)])
         self.wake(max(0, next_ns - now_ns))
 
@@ -351,8 +352,10 @@ class GatewayProcess(Process):
         self.open.clear()
 
     def _receive(self) -> None:
+        self.ledger.flush()
         while self.inbox:
             self.ledger.on_message(self.inbox.popleft(), self.world.now_ns)
+            self.ledger.flush()
 
     def _close_done(self) -> None:
         done = [sent for sent in self.open if sent.entry.future.done()]
@@ -732,8 +735,10 @@ class World:
         """A whole run: weather, calm, rest. Raises Violation, or whatever a core raises."""
         plan, rng = self.plan, self.rng
         self.run(rng.uniform(0.2, 1.2))
-        for _ in range(rng.randint(*plan.num_requests)):
-            self.after(int(rng.uniform(0, plan.seconds) * SECOND), self.send_request)
+        for number in range(rng.randint(*plan.num_requests)):
+            at_s = rng.uniform(0, plan.seconds)
+            # Half of them at the same moment as others, so that these leave their gateway together.
+            self.after(int((round(2 * at_s) / 2 if number % 2 else at_s) * SECOND), self.send_request)
         for _ in range(rng.randint(*plan.num_faults)):
             self.after(int(rng.uniform(0, plan.seconds) * SECOND), self.strike)
         self.run(plan.seconds)

@@ -143,9 +143,9 @@ class CountsBeats(Scheduler):
     [
         (Cores(scheduler=ForgetsWhatWaited), 0, "are lost"),
         (Cores(scheduler=RunsWhatIsLate), 0, "is sent when it is too late"),
-        (Cores(scheduler=KeepsItsEpoch), 30, "is killed without a fault of its own"),
+        (Cores(scheduler=KeepsItsEpoch), 940, "is killed without a fault of its own"),
         (Cores(ledger=SendsNothingAgain), 0, "no rest"),
-        (Cores(ledger=SaysThatItWaitsForNothing), 1340, "no rest"),
+        (Cores(ledger=SaysThatItWaitsForNothing), 380, "no rest"),
         (Cores(scheduler=CountsBeats), 130, "is killed without a fault of its own"),
     ],
 )

@@ -35,11 +35,13 @@ from common.protocol import (
     Replies,
     Reply,
     Request,
+    Requests,
     Result,
     Welcome,
 )
 from common.transport import now_ns
 from gateway.client import Embedded, Ledger, OpenRequest, Options, SchedulerClient
+from gateway.trace import RequestTrace
 from tests.fakes import (
     DIMENSIONS,
     FACTS,
@@ -278,7 +280,9 @@ async def test_a_deadline_is_kept_while_the_worker_says_nothing(
 async def test_a_cancelled_caller_cancels_what_is_queued(start_worker: StartWorker, client: SchedulerClient) -> None:
     worker = start_worker(answer=lambda _: None)
     await until(lambda: client.facts is not None)
-    running = [asyncio.ensure_future(submit(client, sequences(3))) for _ in range(2)]
+    running = [asyncio.ensure_future(submit(client, sequences(3)))]
+    await until(lambda: len(worker.batches) == 1)
+    running.append(asyncio.ensure_future(submit(client, sequences(3))))
     await until(lambda: len(worker.batches) == 2)
     waiting = asyncio.ensure_future(submit(client, sequences(7)))
     await asyncio.sleep(0.05)
@@ -357,18 +361,20 @@ async def test_what_a_dead_scheduler_held_is_answered_through_the_next(
 
 
 class Wire:
-    """What a ledger sent; it can be cut."""
+    """What a ledger sent; it can be cut. What travels together is looked at request by request."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.cut = False
+        self.flush: Callable[[], None] = lambda: None
 
     def send(self, message: Message) -> bool:
         if not self.cut:
-            self.sent.append(message)
+            self.sent += message.each() if isinstance(message, Requests) else [message]
         return not self.cut
 
     def requests(self) -> list[Request]:
+        self.flush()
         taken = [message for message in self.sent if isinstance(message, Request)]
         self.sent = [message for message in self.sent if not isinstance(message, Request)]
         return taken
@@ -397,6 +403,7 @@ def wire() -> Wire:
 def ledger(wire: Wire, metrics: Metrics) -> Ledger:
     """Joined: pieces of at most 10 tokens, at most 20 of a request at the scheduler."""
     ledger = Ledger("gateway-0", wire.send, metrics, now_ns=0, jitter=NoJitter())
+    wire.flush = ledger.flush
     ledger.on_message(Welcome(1, 7, True, FACTS, 10, 20), 0)
     ledger.on_message(Ping(7, 1, 1, True), 0)
     return ledger
@@ -525,6 +532,7 @@ async def test_what_could_not_be_sent_is_sent_when_the_scheduler_speaks_again(le
     wire.requests()
     wire.cut = True
     ledger.open(make_open(6), 0)
+    ledger.flush()
     wire.cut = False
     ledger.on_tick(0)
     assert [request.lengths.tolist() for request in wire.requests()] == [[6]]
@@ -682,6 +690,7 @@ async def test_its_beats_tell_how_many_requests_it_has_sent_and_waits_for(ledger
     first, _, _ = wire.requests()
     wire.cut = True
     ledger.open(make_open(2), 0)
+    ledger.flush()
     wire.cut = False
     ledger.on_tick(SECOND // 4)
     assert wire.sent[0] == Beat(7, 3)
@@ -707,6 +716,154 @@ async def test_it_joins_again_when_pulses_are_missed(ledger: Ledger, wire: Wire)
 async def test_readiness_follows_the_schedulers_status(ledger: Ledger, status: Ping, expected: str) -> None:
     ledger.on_message(status, 0)
     assert ledger.readiness(0).status == expected
+
+
+# --- what leaves together ---
+
+
+class Sent:
+    """The messages of a ledger, as they leave; it can be cut."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.cut = False
+
+    def send(self, message: Message) -> bool:
+        if not self.cut:
+            self.messages.append(message)
+        return not self.cut
+
+    def num_tokens(self) -> list[list[int]]:
+        """Of each message with requests the tokens of each; the messages are taken off the record."""
+        messages, self.messages = self.messages, []
+        requests = [message.each() if isinstance(message, Requests) else [message] for message in messages]
+        return [[len(request.token_ids) for request in each if isinstance(request, Request)] for each in requests]
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
+
+
+@pytest.fixture
+def roomy(sent: Sent, metrics: Metrics) -> Ledger:
+    """A ledger that has joined, whose pieces have at most 2000 tokens."""
+    ledger = Ledger("gateway-0", sent.send, metrics, now_ns=0)
+    ledger.on_message(Welcome(1, 7, True, FACTS, 2000, 10**6), 0)
+    return ledger
+
+
+async def test_requests_that_are_opened_before_the_next_flush_leave_in_one_message(roomy: Ledger, sent: Sent) -> None:
+    entries = [make_open(3), make_open(4, 5), make_open(6)]
+    for entry in entries:
+        roomy.open(entry, 0)
+    assert sent.messages == []
+    roomy.flush()
+    (message,) = sent.messages
+    assert isinstance(message, Requests)
+    requests = list(message.each())
+    assert [request.lengths.tolist() for request in requests] == [[3], [4, 5], [6]]
+    assert len({request.request_id for request in requests}) == 3
+    for request, entry in zip(requests, entries, strict=True):
+        np.testing.assert_array_equal(request.token_ids, entry.token_ids)
+        roomy.on_message(reply(request), 0)
+        assert (await entry.future).rows.tolist() == [[request.request_id] * 2] * len(request.lengths)
+
+
+async def test_a_request_that_is_alone_leaves_as_one(roomy: Ledger, sent: Sent) -> None:
+    roomy.open(make_open(3), 0)
+    roomy.flush()
+    roomy.flush()
+    assert [type(message) for message in sent.messages] == [Request]
+
+
+async def test_a_long_request_leaves_at_once_and_overtakes_none_that_was_opened_before_it(
+    roomy: Ledger, sent: Sent
+) -> None:
+    for num_tokens in (3, 4, 1025, 5):
+        roomy.open(make_open(num_tokens), 0)
+    assert sent.num_tokens() == [[3, 4], [1025]]
+    roomy.flush()
+    assert sent.num_tokens() == [[5]]
+
+
+async def test_no_more_leave_together_than_a_message_should_have(roomy: Ledger, sent: Sent) -> None:
+    for num_tokens in [1000] * 5 + [1] * 70:
+        roomy.open(make_open(num_tokens), 0)
+    roomy.flush()
+    assert sent.num_tokens() == [[1000] * 4, [1000, *[1] * 63], [1] * 7]
+
+
+async def test_requests_for_two_models_do_not_leave_together(roomy: Ledger, sent: Sent) -> None:
+    for fingerprint in ("f1", "f1", "f2", "f2"):
+        options = dataclasses.replace(make_options(2), fingerprint=fingerprint)
+        roomy.open(OpenRequest.of(sequences(3), options), 0)
+    roomy.flush()
+    assert [message.fingerprint for message in sent.messages if isinstance(message, Requests)] == ["f1", "f2"]
+
+
+async def test_requests_with_spans_types_or_a_trace_leave_by_themselves(roomy: Ledger, sent: Sent) -> None:
+    traced = dataclasses.replace(make_options(2), trace=RequestTrace())
+    roomy.open(make_open(2), 0)
+    roomy.open(OpenRequest.of(sequences(3), make_options(2), spans=[make_spans((0, 1), (1, 3))]), 0)
+    roomy.open(OpenRequest.of(sequences(4), make_options(2), type_starts=[2]), 0)
+    roomy.open(OpenRequest.of(sequences(5), traced), 0)
+    roomy.open(make_open(6), 0)
+    roomy.open(make_open(7), 0)
+    roomy.flush()
+    assert sent.num_tokens() == [[2], [3], [4], [5], [6, 7]]
+
+
+async def test_a_request_that_is_closed_before_it_leaves_never_does(roomy: Ledger, sent: Sent) -> None:
+    entries = [make_open(3), make_open(4), make_open(5)]
+    for entry in entries:
+        roomy.open(entry, 0)
+    roomy.close(entries[1])
+    roomy.flush()
+    assert sent.num_tokens() == [[3, 5]]
+    roomy.close(entries[2])
+    assert [type(message) for message in sent.messages] == [Cancel]
+
+
+async def test_requests_that_could_not_be_sent_together_are_all_sent_again(roomy: Ledger, sent: Sent) -> None:
+    for num_tokens in (3, 4):
+        roomy.open(make_open(num_tokens), 0)
+    sent.cut = True
+    roomy.flush()
+    sent.cut = False
+    roomy.on_tick(SECOND // 4)
+    assert sent.messages == [Beat(7, 0)]
+    roomy.flush()
+    assert sent.num_tokens() == [[], [3, 4]]
+
+
+async def test_a_new_scheduler_is_sent_what_is_held_together_and_one_that_is_closed_meanwhile_is_taken_back(
+    roomy: Ledger, sent: Sent
+) -> None:
+    entries = [make_open(3), make_open(4)]
+    for entry in entries:
+        roomy.open(entry, 0)
+    roomy.flush()
+    sent.messages.clear()
+    roomy.on_message(Welcome(1, 8, True, FACTS, 2000, 10**6), 0)
+    roomy.close(entries[0])
+    roomy.flush()
+    cancel, request = sent.messages
+    assert isinstance(cancel, Cancel)  # this scheduler may be one that has had it
+    assert isinstance(request, Request)
+    assert (request.lengths.tolist(), request.opens) == ([4], False)
+
+
+async def test_callers_of_one_turn_of_the_loop_run_in_one_batch(
+    start_worker: StartWorker, client: SchedulerClient
+) -> None:
+    worker = start_worker()
+    await until(lambda: client.readiness().status == "ready")
+    texts = sequences(3, 4, 5, 6)
+    answers = await asyncio.gather(*(submit(client, [text]) for text in texts))
+    assert [batch.lengths.tolist() for batch in worker.batches] == [[3, 4, 5, 6]]
+    for text, answer in zip(texts, answers, strict=True):
+        assert_answers(answer, [text], "float32")
 
 
 # --- a full queue ---

@@ -31,6 +31,7 @@ from common.protocol import (
     Replies,
     Reply,
     Request,
+    Requests,
     Result,
     StepTimes,
     Trace,
@@ -350,6 +351,70 @@ def test_single_rows_of_a_batch_travel_together_to_each_gateway_and_longer_parts
     assert [(reply.request_id, len(reply.rows)) for reply in (alone.message, other.message)] == [(5, 2), (4, 1)]
 
 
+def together(*requests: Request) -> Requests:
+    """Requests as they come to the scheduler."""
+    message = decode([bytes(frame) for frame in encode(Requests.of(requests))])
+    assert isinstance(message, Requests)
+    return message
+
+
+def test_requests_that_come_together_run_in_one_batch_and_each_is_answered(rig: Rig) -> None:
+    rig.gateway(together(make_request(1, [1]), make_request(2, [2], [3, 4]), make_request(3, [5])))
+    (batch,) = rig.take(Batch)
+    assert batch.lengths.tolist() == [1, 1, 2, 1]
+    rig.finish(batch)
+    replies = {reply.request_id: reply.rows.view(np.float32).tolist() for reply in rig.take(Reply)}
+    assert replies == {
+        1: [oracle_vector([1]).tolist()],
+        2: [oracle_vector([2]).tolist(), oracle_vector([3, 4]).tolist()],
+        3: [oracle_vector([5]).tolist()],
+    }
+
+
+def test_of_requests_that_come_together_each_is_let_in_by_itself(rig: Rig) -> None:
+    rig.request(4, [9])
+    rig.take(Batch)
+    rig.gateway(
+        together(
+            make_request(1, [1]),
+            make_request(2, [2], deadline_ns=rig.now_ns),  # over
+            make_request(4, [9]),  # here already
+            make_request(3, [3]),
+        )
+    )
+    assert [(failure.request_id, failure.code) for failure in rig.take(Failure)] == [(2, "deadline_exceeded")]
+    (batch,) = rig.take(Batch)
+    assert ids(batch) == [1, 3]
+
+
+def test_of_requests_that_came_together_one_is_cancelled_and_the_others_run(rig: Rig) -> None:
+    for blocker in (8, 9):
+        rig.request(blocker, [blocker])
+    first, _ = rig.take(Batch)
+    rig.gateway(together(make_request(1, [1]), make_request(2, [2]), make_request(3, [3])))
+    rig.gateway(Cancel(2))
+    rig.finish(first)
+    (batch,) = rig.take(Batch)
+    assert ids(batch) == [1, 3]
+
+
+def test_requests_that_come_together_take_turns_by_tenant_and_lane_as_ever(rig: Rig) -> None:
+    for blocker in (8, 9):
+        rig.request(blocker, [blocker])
+    first, _ = rig.take(Batch)
+    rig.gateway(
+        together(
+            make_request(1, [1], lane="backfill"),
+            make_request(2, [2], tenant=1),
+            make_request(3, [3], tenant=1),
+            make_request(4, [4], tenant=2),
+        )
+    )
+    rig.finish(first)
+    (batch,) = rig.take(Batch)
+    assert ids(batch) == [2, 4, 3, 1]
+
+
 def test_batches_are_formed_once_for_all_that_has_been_heard(rig: Rig) -> None:
     actions = [rig.core.on_gateway_message(b"g0", make_request(number, [number]), rig.now_ns) for number in (1, 2, 3)]
     assert actions == [[], [], []]
@@ -606,6 +671,7 @@ def test_no_message_that_can_be_read_stops_the_scheduler_whatever_it_says(metric
         Join(PROTOCOL_VERSION, "g0", 1),
         request,
         dataclasses.replace(request, request_id=2, lane="backfill", encoding="int8"),
+        Requests.of([dataclasses.replace(request, request_id=number) for number in (4, 5)]),
         make_request(3, *SEQUENCES, spans=SPANS),
         Cancel(1),
         Beat(EPOCH, 0),

@@ -33,7 +33,9 @@ from common.protocol import (
     Message,
     Ping,
     Refuse,
+    Replies,
     Reply,
+    Requests,
     Result,
     Welcome,
     encode,
@@ -210,8 +212,20 @@ def turns(run_dir: str, metrics: Metrics) -> Iterator[Turns]:
     turns.server.close()
 
 
+def test_all_requests_of_a_message_run_in_one_batch(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
+    worker = start_worker()
+    gateway.wait_for_workers(1)
+    gateway.dealer.send(Requests.of([make_request(number, [number]) for number in (1, 2, 3)]))
+    replies = gateway.wait_for(Replies)
+    assert isinstance(replies, Replies)
+    rows = {reply.request_id: reply.rows.view(np.float32)[0].tolist() for reply in replies.each()}
+    assert rows == {number: oracle_vector([number]).tolist() for number in (1, 2, 3)}
+    assert [batch.token_ids.tolist() for batch in worker.batches] == [[1, 2, 3]]
+
+
 def test_what_waits_at_one_moment_is_all_heard_before_a_batch_is_formed(turns: Turns) -> None:
-    assert turns.take(*(make_request(number, [number]) for number in (1, 2, 3, 4))) == [[1, 2, 3, 4]]
+    together = Requests.of([make_request(number, [number]) for number in (2, 3)])
+    assert turns.take(make_request(1, [1]), together, make_request(4, [4])) == [[1, 2, 3, 4]]
 
 
 def test_a_free_worker_does_not_wait_until_more_has_been_heard_than_takes_a_moment(turns: Turns) -> None:
@@ -219,6 +233,12 @@ def test_a_free_worker_does_not_wait_until_more_has_been_heard_than_takes_a_mome
     first, second = turns.take(*messages)
     assert first == list(range(1, 65))
     assert second == list(range(65, 81))
+
+
+def test_a_turn_ends_after_as_many_requests_as_messages_however_they_come(turns: Turns) -> None:
+    messages = [Requests.of([make_request(64 * message + number, [1]) for number in range(64)]) for message in range(6)]
+    turns.take(*messages)
+    assert turns.num_waiting == 2
 
 
 def test_a_workers_death_is_noticed_at_once(run_dir: str, start_worker: StartWorker, gateway: Gateway) -> None:
@@ -384,7 +404,7 @@ def test_a_peer_of_this_version_is_taken_in_and_one_of_another_is_told_why_not_w
     if version == PROTOCOL_VERSION:
         assert isinstance(answer, Welcome if role == "gateways" else Ping)
         return
-    reason = f"this scheduler speaks protocol 4, the peer {version}; install one version of hedgerow"
+    reason = f"this scheduler speaks protocol 5, the peer {version}; install one version of hedgerow"
     assert answer == Refuse("version", reason)
     assert reason in caplog.text
 
