@@ -1,21 +1,25 @@
 """What does a request cost the processes in front of the model, in microseconds of CPU?
 
-    python benchmarks/frontend.py [--parts stages,scheduler,gateway,bulk] [--repeats 300] [--rounds 3] [--seconds 3]
-        [--output FILE]
+    python benchmarks/frontend.py [--parts stages,scheduler,singly,gateway,bulk] [--repeats 300] [--rounds 3]
+        [--seconds 3] [--output FILE]
 
 No model and no GPU: the one scheduler is what limits short queries where a GPU is fast, and gateways are what the rest
 of the machine is spent on. Everything is measured in CPU time, not in time on the clock, so other work on the machine
 disturbs it little; processes take turns, round by round, and the table has the median of the rounds.
 
-- stages: the code alone, without sockets, in this process. Of the scheduler from Request frames to Batch frames and
-  from a Result's frames to those of its replies, for batches of 25 requests of one sequence of 20 tokens, with rows of
-  4 KB, while as many more wait; of the gateway from a body to the frames of a Request, and back.
+- stages: the code alone, without sockets, in this process. Of the scheduler from the frames of requests to Batch frames
+  and from a Result's frames to those of its replies, for batches of 25 requests of one sequence of 20 tokens, with rows
+  of 4 KB, while as many more wait; these come together in one message, and singly, in one each. Of the gateway from a
+  body to the frames of a Request, and back.
 - scheduler: the real process and its sockets. In front of it two processes that speak as gateways, 64 requests on their
-  way from each; behind it an oracle that answers a batch at once and says that it took a millisecond.
-- relay: the same peers around two bare ROUTERs that read nothing of a message but its number of frames, and send
-  what a scheduler would: one batch for 25 requests, and 25 answers for a batch's rows. That is what ZeroMQ and its
-  binding cost by themselves, so it is the ceiling of the line before.
-- gateway: the real process, `benchmarks/load.py` as its clients, a stand-in for the scheduler that answers at once.
+  way from each, and whatever is asked at one moment goes in one message; behind it an oracle that answers a batch at
+  once and says that it took a millisecond.
+- singly: the same, each request in a message of its own, as where nobody else asks at that moment.
+- relay: the peers of `scheduler` around two bare ROUTERs that read nothing of a message but its number of frames and of
+  requests, and send what a scheduler would: one batch for 25 requests, and 25 answers for a batch's rows. That is what
+  ZeroMQ and its binding cost by themselves, so it is the ceiling of that line.
+- gateway: the real process, `benchmarks/load.py` as its clients, a stand-in for the scheduler that answers at once. Its
+  column `a batch` is requests a message.
 - bulk: the same with requests of 32 texts of mixed length (most of 8 to 128 words), rows of 384 as JSON floats. There
   is no goal for it; `stages` has what the code alone takes of it.
 
@@ -77,6 +81,7 @@ from common.protocol import (
     Replies,
     Reply,
     Request,
+    Requests,
     Result,
     Welcome,
     decode,
@@ -195,8 +200,11 @@ class Stages:
         return {**medians, "sum": round(sum(medians.values()), 2)}
 
 
-def scheduler_stages(repeats: int, metrics: Metrics, facts: ModelFacts) -> dict[str, float]:
-    """In a steady state: both slots of a worker are taken, a batch waits, and a result makes room for it."""
+def scheduler_stages(repeats: int, metrics: Metrics, facts: ModelFacts, *, together: bool) -> dict[str, float]:
+    """In a steady state: both slots of a worker are taken, a batch waits, and a result makes room for it.
+
+    `together`: its requests come in one message.
+    """
     now = now_ns()
     core = Scheduler(epoch=EPOCH, workers_total=1, max_queue_ms=10_000, metrics=metrics, now_ns=now)
     core.on_gateway_message(b"gateway", Join(PROTOCOL_VERSION, "gateway-0", 1), now)
@@ -212,16 +220,20 @@ def scheduler_stages(repeats: int, metrics: Metrics, facts: ModelFacts) -> dict[
         return messages
 
     for repeat in range(repeats + 20):
-        if repeat == 20:  # the first ones only fill the slots, and warm up
+        if repeat == 20:  # the first ones only warm up
             stages = Stages(SEQUENCES)
         now += 1_000_000
-        frames = [_as_received(encode(a_request(next(ids)))) for _ in range(SEQUENCES)]
+        requests = [a_request(next(ids)) for _ in range(SEQUENCES)]
+        asked: list[Message] = [Requests.of(requests)] if together else [*requests]
+        frames = [_as_received(encode(message)) for message in asked]
         with stages.stage("decode requests"):
-            requests = [decode(message) for message in frames]
+            heard = [decode(message) for message in frames]
         with stages.stage("core, requests"):
-            for request in requests:
-                note(core.on_gateway_message(b"gateway", request, now))
-        # A batch of one went out at first; what a full one says holds for those that are measured.
+            for message in heard:
+                note(core.on_gateway_message(b"gateway", message, now))
+            note(core.form_batches(now))
+        if repeat < 2:  # they fill the slots: from here on a batch waits
+            continue
         batch = sent.popleft()
         result = Result(EPOCH, batch.batch_id, 1000, NO_NUMBERS, rows[: len(batch.lengths)])
         received = _as_received(encode(result))
@@ -270,6 +282,7 @@ async def gateway_stages(
             options = Options(facts.fingerprint, facts.dimensions, True, "float32", "online", 2**62)
             opened = OpenRequest.of(sequences, options)
             ledger.open(opened, now_ns())
+            ledger.flush()
         (sent,) = frames
         reply = _as_received(encode(Reply(msgpack.unpackb(sent[0])[1], 0, 10, 1000, rows[: len(asked_texts)])))
         with stages.stage("decode and ledger"):
@@ -295,8 +308,11 @@ class Counts:
     batches: Any
 
 
-def _gateway(run_dir: str, number: int, counts: Counts) -> None:
-    """Speaks as a gateway: so many requests on their way, the next one whenever one is answered."""
+def _gateway(run_dir: str, number: int, counts: Counts, most_together: int) -> None:
+    """Speaks as a gateway: so many requests on their way, the next one whenever one is answered.
+
+    What is asked at one moment goes in messages of at most so many requests.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = Dealer(context, address(run_dir, "gateways"), f"g{number}")
     while not isinstance(message := dealer.receive(), Ping) or not message.workers_ready:
@@ -304,16 +320,30 @@ def _gateway(run_dir: str, number: int, counts: Counts) -> None:
         dealer.socket.poll(100)
     reply = Reply(0, 0, 0, 0, some_rows(1))
     kind_of_reply, kind_of_replies = (encode(message)[0][1] for message in (reply, Replies.of([reply, reply])))
-    first, *arrays = encode(a_request(0))
-    header = msgpack.unpackb(first)
-
-    def ask(request_id: int) -> None:
-        header[1] = request_id
-        dealer.socket.send_multipart([msgpack.packb(header), *arrays], zmq.DONTWAIT)
-
+    # Of each number of requests a message that is sent again and again, with other ids: what it costs to make one is
+    # not what is measured.
+    messages = {
+        num_requests: encode(Requests.of([a_request(0)] * num_requests) if num_requests > 1 else a_request(0))
+        for num_requests in range(1, most_together + 1)
+    }
     ids = itertools.count(1)
-    for _ in range(OUTSTANDING):
-        ask(next(ids))
+
+    def ask(num_requests: int) -> None:
+        while num_requests > 0:
+            size = min(num_requests, most_together)
+            num_requests -= size
+            first, *arrays = messages[size]
+            if size == 1:
+                header = msgpack.unpackb(first)
+                header[1] = next(ids)
+                first = msgpack.packb(header)
+            else:
+                asked = np.frombuffer(arrays[0], dtype=np.int64).reshape(size, -1).copy()
+                asked[:, 0] = [next(ids) for _ in range(size)]
+                arrays = [asked.tobytes(), *arrays[1:]]
+            dealer.socket.send_multipart([first, *arrays], zmq.DONTWAIT)
+
+    ask(OUTSTANDING)
     next_beat_s = 0.0
     while True:
         if time.monotonic() >= next_beat_s:
@@ -328,8 +358,7 @@ def _gateway(run_dir: str, number: int, counts: Counts) -> None:
                 num_replies = int(first[1] == kind_of_reply)
                 if first[1] == kind_of_replies:
                     num_replies = msgpack.unpackb(first)[-1][0][0]
-                for _ in range(num_replies):
-                    ask(next(ids))
+                ask(num_replies)
                 num_answers += num_replies
         with counts.answers.get_lock():
             counts.answers.value += num_answers
@@ -385,15 +414,16 @@ def _relay(run_dir: str) -> None:
         for side in (workers, gateways):
             with suppress(zmq.Again):
                 while True:
-                    peer, num_frames = receive(side.socket, _LAST), 0
+                    peer, received = receive(side.socket, _LAST), []
                     while get(side.socket, _HAS_MORE):
-                        receive(side.socket, _LAST)
-                        num_frames += 1
+                        received.append(receive(side.socket, _LAST))
+                    num_frames = len(received)
                     if num_frames == 1:  # no arrays: a Join, a Hello or a Beat
                         side.send(peer, ping)
                         worker = peer if side is workers else worker
                     elif side is gateways:
-                        waiting.append(peer)
+                        # A Request has two arrays, Requests have three, the first of them a row each.
+                        waiting.extend([peer] * (1 if num_frames == 3 else msgpack.unpackb(received[0])[-1][0][0]))
                     else:
                         num_sent -= 1
                         for _ in range(SEQUENCES):
@@ -423,9 +453,11 @@ def _scheduler(run_dir: str, facts: ModelFacts, counts: Counts) -> None:
                 peers.add(peer)
                 router.send(peer, Welcome(PROTOCOL_VERSION, EPOCH, True, facts, 1024, 2048))
                 router.send(peer, Ping(EPOCH, 1, 1, True))
-            elif isinstance(message, Request):
-                router.send(peer, Reply(message.request_id, 0, 10, 1000, rows[: len(message.lengths)]))
-                counts.answers.value += message.opens  # a long one comes in several
+            elif isinstance(message, Request | Requests):
+                counts.batches.value += 1
+                for request in message.each() if isinstance(message, Requests) else [message]:
+                    router.send(peer, Reply(request.request_id, 0, 10, 1000, rows[: len(request.lengths)]))
+                    counts.answers.value += request.opens  # a long one comes in several
 
 
 # --- what a process costs ---
@@ -470,7 +502,7 @@ class Runner:
         self._runs = itertools.count()
 
     def front(self, part: str, seconds: float) -> Cost:
-        """Of `part`, the scheduler or the bare relay, between two gateways and a worker."""
+        """Of `part`, the scheduler (also `singly`) or the bare relay, between two gateways and a worker."""
         with self._processes() as (run_dir, start, counts):
             if part == "relay":
                 pid = start(_relay, run_dir)
@@ -478,7 +510,7 @@ class Runner:
                 pid = start([sys.executable, "-m", "scheduler", "--run-dir", run_dir])
             start(_oracle, run_dir, self._facts, counts)
             for number in range(NUM_GATEWAYS):
-                start(_gateway, run_dir, number, counts)
+                start(_gateway, run_dir, number, counts, 1 if part == "singly" else OUTSTANDING)
             _wait_for(lambda: counts.answers.value > 1000)
             before = _read(pid, counts)
             time.sleep(seconds)
@@ -588,7 +620,8 @@ def main() -> int:
         if "stages" in parts:
             metrics = open_metrics(str(folder / "stages"))
             stages = {
-                "scheduler": scheduler_stages(args.repeats, metrics, facts),
+                "scheduler": scheduler_stages(args.repeats, metrics, facts, together=True),
+                "scheduler, singly": scheduler_stages(args.repeats, metrics, facts, together=False),
                 "gateway": asyncio.run(
                     gateway_stages(
                         4 * args.repeats,
@@ -618,6 +651,8 @@ def main() -> int:
             if "scheduler" in parts:
                 costs.setdefault("relay", []).append(runner.front("relay", args.seconds))
                 costs.setdefault("scheduler", []).append(runner.front("scheduler", args.seconds))
+            if "singly" in parts:
+                costs.setdefault("singly", []).append(runner.front("singly", args.seconds))
             if "gateway" in parts:
                 costs.setdefault("gateway", []).append(runner.gateway(args.seconds, queries, facts, corpus))
             if "bulk" in parts:
@@ -640,7 +675,7 @@ def main() -> int:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--parts", default="stages,scheduler,gateway,bulk", help="which of them, with commas [%(default)s]"
+        "--parts", default="stages,scheduler,singly,gateway,bulk", help="which of them, with commas [%(default)s]"
     )
     parser.add_argument("--repeats", type=int, default=300, help="of each stage [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="in which processes take turns [%(default)s]")
