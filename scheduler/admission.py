@@ -42,6 +42,31 @@ class Admission:
         self._max_queue_ms = max_queue_ms
         self._full: dict[tuple[str, int], tuple[int, int]] = {}  # by lane and tenant, the times of `full`
 
+    def is_open(
+        self,
+        *,
+        queued_tokens: int,
+        wait_ms: float | None,
+        deadline_ns: int,
+        workers_ready: int,
+        now_ns: int,
+    ) -> bool:
+        """Whether any new request is let in whose deadline is no sooner, and behind no more than what waits in all.
+
+        Then nobody has to ask for the `refusal` of each of those that have come together: it would be None.
+
+        Args:
+            queued_tokens: of whatever may be before any of them.
+            wait_ms: how long the ready workers will take for these; None: nothing is known of that.
+        """
+        return (
+            workers_ready > 0
+            and queued_tokens < _MAX_QUEUED_TOKENS
+            and wait_ms is not None
+            and wait_ms <= self._max_queue_ms
+            and deadline_ns - now_ns > wait_ms * 1e6
+        )
+
     def refusal(
         self,
         request: Request,

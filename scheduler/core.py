@@ -194,10 +194,9 @@ class Scheduler:
         else:
             gateway.last_heard_ns = now_ns
             if isinstance(message, Requests):
-                for request in message.each():
-                    self._on_request(gateway, request, now_ns)
+                self._on_requests(gateway, list(message.each()), len(message.token_ids), now_ns)
             elif isinstance(message, Request):
-                self._on_request(gateway, message, now_ns)
+                self._on_requests(gateway, [message], len(message.token_ids), now_ns)
             elif isinstance(message, Cancel):
                 self._on_cancel(gateway, message)
             elif isinstance(message, Goodbye):
@@ -449,38 +448,60 @@ class Scheduler:
 
     # --- requests ---
 
-    def _on_request(self, gateway: _Gateway, request: Request, now_ns: int) -> None:
+    def _on_requests(self, gateway: _Gateway, requests: list[Request], num_tokens: int, now_ns: int) -> None:
+        """Requests of so many tokens in all have come together."""
+        # Mostly each would be let in with all that waits and all of these before it: then no more is asked of any.
+        # (More that waits takes no less time, but where a prediction passes from steps of some lengths to others'.)
+        most_before = self._queue.num_tokens + num_tokens
+        is_open = self._admission.is_open(
+            queued_tokens=most_before,
+            wait_ms=self._fleet.wait_ms(most_before, now_ns),
+            deadline_ns=min(request.deadline_ns for request in requests),
+            workers_ready=self._fleet.ready(now_ns),
+            now_ns=now_ns,
+        )
+        for request in requests:
+            pending = self._accept(gateway, request, now_ns)
+            if pending is not None and (is_open or not request.opens or self._admit(pending, now_ns)):
+                self._enqueue(Part(pending, 0, len(request.lengths)), now_ns)
+
+    def _accept(self, gateway: _Gateway, request: Request, now_ns: int) -> Pending | None:
+        """Take a request into the gateway's account; None where it is there already, or has failed at once."""
         pending = Pending(gateway.peer, request, self._next_arrival, now_ns, len(request.lengths))
         self._next_arrival += 1
         if request.request_id in gateway.requests:
             self._metrics.stale_messages.inc()  # sent twice around a reconnection; the first one stands
-            return
+            return None
         gateway.requests[request.request_id] = pending
         if self._facts is not None and self._refuse_other_model(pending, self._facts):
-            return
+            return None
         self._arrived_ns[request.lane] = now_ns
         if request.lane == "online" and request.tenant != self._last_tenant:
             self._last_tenant, self._mixed_ns = request.tenant, now_ns
-        if request.opens:
-            tokens_before = self._queue.tokens_before(request.lane, request.tenant, len(request.token_ids))
-            error = self._admission.refusal(
-                request,
-                queued_tokens=self._queue.num_tokens,
-                tokens_before=tokens_before,
-                wait_ms=self._fleet.wait_ms(tokens_before, now_ns),
-                least_wait_ms=lambda: self._fleet.wait_ms(
-                    self._queue.tokens_before(request.lane, request.tenant, 1), now_ns
-                ),
-                workers_ready=self._fleet.ready(now_ns),
-                without_workers_ns=now_ns - self._last_ready_ns,
-                now_ns=now_ns,
-            )
-            if error is not None:
-                if isinstance(error, Overloaded):  # there will be more: their gateway can say it by itself
-                    self._actions.append(ToGateway(gateway.peer, self._status(now_ns)))
-                self._settle(pending, error)
-                return
-        self._enqueue(Part(pending, 0, len(request.lengths)), now_ns)
+        return pending
+
+    def _admit(self, pending: Pending, now_ns: int) -> bool:
+        """Whether a new request may wait; else it has failed."""
+        request = pending.request
+        tokens_before = self._queue.tokens_before(request.lane, request.tenant, len(request.token_ids))
+        error = self._admission.refusal(
+            request,
+            queued_tokens=self._queue.num_tokens,
+            tokens_before=tokens_before,
+            wait_ms=self._fleet.wait_ms(tokens_before, now_ns),
+            least_wait_ms=lambda: self._fleet.wait_ms(
+                self._queue.tokens_before(request.lane, request.tenant, 1), now_ns
+            ),
+            workers_ready=self._fleet.ready(now_ns),
+            without_workers_ns=now_ns - self._last_ready_ns,
+            now_ns=now_ns,
+        )
+        if error is None:
+            return True
+        if isinstance(error, Overloaded):  # there will be more: their gateway can say it by itself
+            self._actions.append(ToGateway(pending.gateway, self._status(now_ns)))
+        self._settle(pending, error)
+        return False
 
     def _on_gateway_beat(self, gateway: _Gateway, beat: Beat, now_ns: int) -> None:
         """One that waits for more than there is here has lost some of it on either way: have it join again.
@@ -659,6 +680,9 @@ class Scheduler:
 
     def _enqueue(self, part: Part, now_ns: int) -> bool:
         """Let sequences wait, suspects as such; whether they do: else one is deadly, and its request has failed."""
+        if not self._quarantine and not part.losses:  # as mostly: nothing is known against any
+            self._queue.push(part)
+            return True
         parts = self._quarantine.parted(part, now_ns) if self._quarantine else [part]
         if self._refuse_deadly(parts):
             return False

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from common.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 from common.protocol import Request
 from scheduler.admission import RECOVERY_NS, Admission
@@ -111,3 +115,49 @@ def test_who_is_let_in_is_not_told_of() -> None:
     admission = Admission(max_queue_ms=1000)
     assert ask(admission, make_request(1, [1]), wait_ms=1000) is None
     assert admission.full(0).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"wait_ms": None}, False),
+        ({"wait_ms": 10_001}, False),
+        ({"deadline_ns": 5 * SECOND}, False),
+        ({"deadline_ns": 0, "wait_ms": 0}, False),
+        ({"workers_ready": 0}, False),
+        ({"queued_tokens": 64 * 1024 * 1024}, False),
+    ],
+)
+def test_it_is_open_where_nobody_could_be_refused(change: dict[str, int | None], expected: bool) -> None:
+    most = {"queued_tokens": 100, "wait_ms": 10_000, "deadline_ns": 11 * SECOND, "workers_ready": 1, "now_ns": 0}
+    assert Admission(max_queue_ms=10_000).is_open(**most | change) is expected  # type: ignore[arg-type]  # its own
+
+
+def test_while_it_is_open_it_refuses_none_behind_which_no_more_waits() -> None:
+    rng = random.Random(0)
+    admission, num_open = Admission(max_queue_ms=10_000), 0
+    for _ in range(2000):
+        queued_tokens, wait_ms = (
+            rng.choice((100, 2**25, 2**26)),
+            rng.choice((None, 0.0, 10_000.0, rng.uniform(0, 20_000))),
+        )
+        deadline_ns, workers_ready = rng.randrange(20 * SECOND), rng.randrange(2)
+        is_open = admission.is_open(
+            queued_tokens=queued_tokens,
+            wait_ms=wait_ms,
+            deadline_ns=deadline_ns,
+            workers_ready=workers_ready,
+            now_ns=0,
+        )
+        num_open += is_open
+        refused = ask(
+            admission,
+            make_request(1, [1], deadline_ns=deadline_ns + rng.choice((0, SECOND))),
+            rng.randint(0, queued_tokens),
+            wait_ms=None if wait_ms is None else rng.choice((wait_ms, wait_ms / 2)),
+            workers_ready=workers_ready,
+            without_workers_ns=rng.choice((0, RECOVERY_NS)),
+        )
+        assert not (is_open and refused)
+    assert 100 < num_open < 1900

@@ -387,6 +387,36 @@ def test_of_requests_that_come_together_each_is_let_in_by_itself(rig: Rig) -> No
     assert ids(batch) == [1, 3]
 
 
+def test_requests_that_come_together_are_refused_as_if_they_had_come_one_by_one(metrics: Metrics) -> None:
+    rng = random.Random(0)
+    requests = [
+        make_request(
+            10 + number,
+            [number] * rng.randint(1, 40),
+            deadline_ns=int(rng.uniform(2, 20) * SECOND),
+            opens=rng.random() < 0.8,
+            lane=rng.choice(("online", "backfill")),
+            tenant=rng.randrange(3),
+        )
+        for number in range(40)
+    ]
+    outcomes = []
+    for size in (1, 5, 40):
+        rig = Rig(metrics)
+        rig.join()
+        rig.hello()
+        for blocker in (1, 2, 3):
+            rig.request(blocker, [blocker] * 64)
+        rig.finish(rig.take(Batch)[0], step_us=2_000_000)  # of 64 tokens: ten seconds for 320 that wait
+        rig.take(Batch)
+        for first in range(0, 40, size):
+            rig.gateway(together(*requests[first : first + size]))
+        outcomes.append([(failure.request_id, failure.code) for failure in rig.take(Failure)])
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    codes = [code for _, code in outcomes[0]]
+    assert (codes.count("overloaded"), codes.count("deadline_exceeded")) == (5, 9)
+
+
 def test_of_requests_that_came_together_one_is_cancelled_and_the_others_run(rig: Rig) -> None:
     for blocker in (8, 9):
         rig.request(blocker, [blocker])

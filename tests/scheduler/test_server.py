@@ -190,7 +190,8 @@ class Turns:
             side.router.close()
             side.router = inbox  # type: ignore[assignment]  # what the loop asks of one
         self._gateways.waiting.append((b"g", Join(PROTOCOL_VERSION, "gateway-0", os.getpid())))
-        self._workers.waiting.append((b"w", Hello(PROTOCOL_VERSION, "worker-0", os.getpid(), FACTS)))
+        facts = replace(FACTS, max_batch_tokens=1000)
+        self._workers.waiting.append((b"w", Hello(PROTOCOL_VERSION, "worker-0", os.getpid(), facts)))
         self.take()
 
     def take(self, *messages: Message) -> list[list[int]]:
@@ -228,9 +229,11 @@ def test_what_waits_at_one_moment_is_all_heard_before_a_batch_is_formed(turns: T
     assert turns.take(make_request(1, [1]), together, make_request(4, [4])) == [[1, 2, 3, 4]]
 
 
-def test_a_free_worker_does_not_wait_until_more_has_been_heard_than_takes_a_moment(turns: Turns) -> None:
-    messages = [make_request(number, [number]) for number in range(1, 81)]
-    first, second = turns.take(*messages)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_free_worker_does_not_wait_until_more_has_been_heard_than_takes_a_moment(turns: Turns, size: int) -> None:
+    requests = [make_request(number, [number]) for number in range(1, 81)]
+    together = [Requests.of(requests[first : first + size]) for first in range(0, 80, size)]
+    first, second = turns.take(*(requests if size == 1 else together))
     assert first == list(range(1, 65))
     assert second == list(range(65, 81))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -161,3 +162,11 @@ def test_predictions_of_noisy_steps_are_within_a_tenth_at_the_median() -> None:
             errors.append(abs(ms / predicted - 1))
         model.observe(num_tokens, 100, round(ms * 1000))
     assert sorted(errors)[len(errors) // 2] < 0.1
+
+
+def test_for_more_that_waits_it_never_takes_less_time() -> None:
+    rng = random.Random(0)
+    for num_steps in (1, 2, 3, 10, 100):
+        model = learned(*((rng.randint(1, 600), 20, rng.uniform(1, 100)) for _ in range(num_steps)))
+        times_ms = [model.queue_ms(num_tokens, 512, 256) or 0 for num_tokens in range(0, 2000, 7)]
+        assert all(later >= sooner for sooner, later in pairwise(times_ms))
