@@ -4,7 +4,9 @@ One model, several uses: how many tokens make a step of so many milliseconds, ho
 step that runs will end. Steps are sorted by their number of tokens, in cells a factor of √2 wide, and by their longest
 sequence, since attention grows with its square. A cell keeps the mean of its tokens and of its milliseconds, smoothed;
 between cells of one class of lengths a line leads from mean to mean, and below the smallest a step costs what that one
-does. Above the largest, the nearest class that reaches so far says how time grows.
+does. Above the largest, the nearest class that reaches so far says how time grows; or, where it has seen none so small,
+how long a step takes. (That happens wherever short queries and long documents come, and each kind fills other steps:
+with its times in the proportion of its least to the other's largest, a full step of documents was one of a query.)
 
 A step that took far more or far less than its like tells nothing: it was stopped, or compiled something, or its end
 was noticed late and the next one's at once. Where three in a row do, things have changed, and they are believed.
@@ -47,7 +49,7 @@ class _Cell:
     num_odd: int = 0  # in a row
 
     def add(self, num_tokens: int, ms: float, expected_ms: float | None) -> None:
-        """`expected_ms` is what the curve says, if anything."""
+        """`expected_ms` is what is known, if anything."""
         if expected_ms is not None and not expected_ms / _ODD <= ms <= expected_ms * _ODD:
             self.num_odd += 1
             if self.num_odd < _ODD_STEPS:
@@ -68,14 +70,10 @@ class _Curve:
     num_tokens: list[float] = field(default_factory=list)  # rising
     ms: list[float] = field(default_factory=list)  # never falling
 
-    def add(self, num_tokens: int, ms: float) -> None:
+    def add(self, num_tokens: int, ms: float, expected_ms: float | None) -> None:
+        """`expected_ms` is what the curves say, if any of them has seen smaller steps and larger ones."""
         cell = self.cells.setdefault(_cell_of(num_tokens), _Cell())
-        expected_ms: float | None = None
-        if cell.num_steps:
-            expected_ms = cell.ms
-        elif self.ms and self.num_tokens[0] <= num_tokens <= self.reach:
-            expected_ms = self.at(num_tokens)
-        cell.add(num_tokens, ms, expected_ms)
+        cell.add(num_tokens, ms, cell.ms if cell.num_steps else expected_ms)
         known = [cell for _, cell in sorted(self.cells.items()) if cell.num_steps]
         self.num_tokens = [cell.num_tokens for cell in known]
         self.ms = _never_falling([cell.ms for cell in known], [min(cell.num_steps, 10) for cell in known])
@@ -107,10 +105,13 @@ class StepTime:
 
     def observe(self, num_tokens: int, longest: int, step_us: int) -> None:
         """Learn from a step of so many tokens, `longest` of them in its longest sequence."""
+        curves = self._nearest(longest)
+        is_known = curves and curves[0].num_tokens[0] <= num_tokens <= max(curve.reach for curve in curves)
+        expected_ms = _predict(curves, num_tokens) if is_known else None
         self._found.clear()
         self._num_steps += 1
         curve = self._curves.setdefault(bisect_left(_LENGTH_CLASSES, longest), _Curve())
-        curve.add(num_tokens, max(step_us, 1) / 1000)
+        curve.add(num_tokens, max(step_us, 1) / 1000, expected_ms)
 
     def predict_ms(self, num_tokens: int, longest: int) -> float | None:
         """Milliseconds that such a step will take; None before anything was observed."""
@@ -158,14 +159,21 @@ class StepTime:
 
 
 def _predict(curves: list[_Curve], num_tokens: float) -> float:
-    """By the first curve, and above its reach by the next one that reaches so far, joined to it where it ends."""
+    """By the first curve, and above its reach by the next one that reaches so far, joined to it where it ends.
+
+    What lies between the two, where neither has been, a line leads across.
+    """
     curve = curves[0]
-    if num_tokens > curve.reach:
-        for other in curves[1:]:
-            if other.reach >= num_tokens:
-                return other.at(num_tokens) * curve.at(curve.reach) / other.at(curve.reach)
-        curve = max(curves, key=lambda found: found.reach)
-    return curve.at(num_tokens)
+    if num_tokens <= curve.reach:
+        return curve.at(num_tokens)
+    other = next((other for other in curves[1:] if other.reach >= num_tokens), None)
+    if other is None:
+        return max(curves, key=lambda found: found.reach).at(num_tokens)
+    ends_ms = curve.ms[-1]
+    if other.num_tokens[0] <= curve.reach:
+        return other.at(num_tokens) * ends_ms / other.at(curve.reach)
+    share = min(1.0, (num_tokens - curve.reach) / (other.num_tokens[0] - curve.reach))
+    return ends_ms + share * max(0.0, other.at(num_tokens) - ends_ms)
 
 
 def _never_falling(values: list[float], weights: list[int]) -> list[float]:

@@ -170,3 +170,30 @@ def test_for_more_that_waits_it_never_takes_less_time() -> None:
         model = learned(*((rng.randint(1, 600), 20, rng.uniform(1, 100)) for _ in range(num_steps)))
         times_ms = [model.queue_ms(num_tokens, 512, 256) or 0 for num_tokens in range(0, 2000, 7)]
         assert all(later >= sooner for sooner, later in pairwise(times_ms))
+
+
+def test_short_steps_of_one_class_and_full_ones_of_another_say_nothing_of_each_other() -> None:
+    """Queries of 20 tokens, and documents of 310 in steps that are always full."""
+    model = learned(*[(20, 20, 1.0)] * 5, *[(4096, 400, 6.6)] * 5)
+    assert model.predict_ms(4096, 20) == pytest.approx(6.6)
+    assert model.predict_ms(2058, 20) == pytest.approx(3.8)  # half-way
+    assert model.predict_ms(20, 20) == pytest.approx(1.0)
+    assert model.budget(3.8, 20, 4096) == 2058
+    assert model.queue_ms(8192, 4096, 20) == pytest.approx(13.2)
+
+
+def test_between_two_classes_a_larger_step_is_never_predicted_to_be_quicker() -> None:
+    model = learned(*[(20, 20, 1.0)] * 5, (300, 20, 3.0), *[(1000, 400, 2.5), (4096, 400, 6.6)] * 5)
+    predictions = [model.predict_ms(num_tokens, 20) for num_tokens in range(10, 4096, 50)]
+    assert predictions == sorted(predictions)
+
+
+def test_a_first_step_of_its_size_that_another_class_contradicts_is_not_believed() -> None:
+    model = learned(*[(20, 20, 1.0)] * 5, *[(100, 400, 1.2), (4096, 400, 6.6)] * 5, (300, 20, 300))
+    assert model.predict_ms(4096, 20) == pytest.approx(6.6)
+    assert model.predict_ms(300, 20) == pytest.approx(1.47, abs=0.01)
+
+
+def test_a_class_is_believed_of_smaller_steps_than_it_has_seen() -> None:
+    model = learned(*[(20, 20, 1.0), (1000, 20, 2.0)] * 5, *[(4096, 400, 6.6)] * 5, (310, 310, 1.3))
+    assert model.predict_ms(310, 310) == pytest.approx(1.3)
