@@ -49,6 +49,10 @@ LOST_NS = 2_000_000_000  # silent for so long: lost
 # milliseconds, and a prediction is off by some percent.
 _HANDOVER_NS = 1_500_000
 _HANDOVER_SHARE = 0.05
+# Where a batch is kept open though no other worker would begin it sooner, it is sent sooner by what its ways take. A
+# step's end is when its result is here: it was over some 0.8 ms before, and what is sent takes 0.6. Without it a GPU
+# idled for a tenth of its time between steps of 3 ms (2026-11-30, simulated).
+_WAYS_NS = 1_000_000
 
 # Beats that tell of fewer batches than were sent for so long: these never arrived. By the clock, since after a
 # standstill of the scheduler the beats of seconds come at once, all of them older than what it sends then.
@@ -153,7 +157,7 @@ class Worker:
             # No share of it, as below: who is early behind a long step waits for as long, and to be a hand-over late
             # costs it next to nothing.
             return ends_ns - _HANDOVER_NS
-        return ends_ns - max(_HANDOVER_NS, int(_HANDOVER_SHARE * running.predicted_ns)) if late else 0
+        return ends_ns - max(_WAYS_NS + _HANDOVER_NS, int(_HANDOVER_SHARE * running.predicted_ns)) if late else 0
 
 
 class BadResult(Exception):

@@ -133,3 +133,17 @@ def test_where_both_slots_are_taken_everywhere_there_is_none_and_nothing_to_wake
     join(fleet, "other", 4, 4)
     assert fleet.free_worker(NOW_NS, late=False) is None
     assert fleet.next_free_ns(NOW_NS) is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "filled_ns"),
+    [pytest.param(16, 13_500_000, id="by its ways"), pytest.param(64, 60_800_000, id="5 %")],
+)
+def test_of_one_worker_a_slot_that_is_kept_open_is_filled_sooner_by_what_the_ways_take(
+    fleet: Fleet, num_tokens: int, filled_ns: int
+) -> None:
+    worker = join(fleet, "only", num_tokens)
+    assert fleet.next_free_ns(NOW_NS) == NOW_NS + filled_ns
+    worker.last_heard_ns = NOW_NS + filled_ns
+    assert fleet.free_worker(NOW_NS + filled_ns - 1, late=True) is None
+    assert fleet.free_worker(NOW_NS + filled_ns, late=True) is worker
