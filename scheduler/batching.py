@@ -140,11 +140,9 @@ class _Lane:
     # its last turn ended, the tenant.
     turns: list[tuple[int, int, int]] = field(default_factory=list)
     num_had: int = 0  # tokens, of the tenant whose turn was last, before it: where who comes new begins
-    num_tokens: int = 0  # of all lines: counted along, since every request asks for it
-
-    @property
-    def num_sequences(self) -> int:
-        return sum(line.num_sequences for line in self.lines.values())
+    # Of all lines: counted along, since every request asks for the one, and every batch for the other.
+    num_tokens: int = 0
+    num_sequences: int = 0
 
     def tokens_before(self, tenant: int, num_tokens: int) -> int:
         """Tokens of this lane that run before so many of this tenant's that come now have: its own that wait, and of
@@ -161,6 +159,7 @@ class _Lane:
             heapq.heappush(self.turns, (self.num_had, part.pending.arrival, tenant))
         line.push(part)
         self.num_tokens += part.num_tokens
+        self.num_sequences += part.num_sequences
 
     def head(self) -> Part | None:
         """The part that is next, if any still has a taker."""
@@ -168,7 +167,9 @@ class _Lane:
             tenant = self.turns[0][2]
             line = self.lines[tenant]
             while line.heap and line.heap[0][2].pending.settled:
-                self.num_tokens -= line.pop().num_tokens
+                settled = line.pop()
+                self.num_tokens -= settled.num_tokens
+                self.num_sequences -= settled.num_sequences
             if line.heap:
                 return line.heap[0][2]
             heapq.heappop(self.turns)
@@ -192,6 +193,7 @@ class _Lane:
             taken = replace(head, stop=stop)
             line.push(replace(head, start=stop))
         self.num_tokens -= taken.num_tokens
+        self.num_sequences -= taken.num_sequences
         if line.heap:
             heapq.heapreplace(self.turns, (self.num_had + taken.num_tokens, line.heap[0][0], tenant))
         else:
@@ -203,6 +205,7 @@ class _Lane:
         for line in self.lines.values():
             line.prune()
         self.num_tokens = sum(line.num_tokens for line in self.lines.values())
+        self.num_sequences = sum(line.num_sequences for line in self.lines.values())
         if any(not line.heap for line in self.lines.values()):
             self.lines = {tenant: line for tenant, line in self.lines.items() if line.heap}
             self.turns = [turn for turn in self.turns if turn[2] in self.lines]
@@ -240,6 +243,11 @@ class BatchQueue:
     def tokens_in(self, lane: str) -> int:
         """Tokens that wait in this lane."""
         return self._lanes[lane].num_tokens
+
+    def mean_length(self, lanes: Collection[str]) -> float:
+        """Tokens of a sequence that waits in these lanes, in the mean; 0 where none does."""
+        num_sequences = sum(self._lanes[lane].num_sequences for lane in lanes)
+        return sum(self._lanes[lane].num_tokens for lane in lanes) / num_sequences if num_sequences else 0.0
 
     def waiting_lanes(self) -> list[str]:
         """Those in which something waits."""

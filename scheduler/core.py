@@ -87,11 +87,15 @@ _LAG_NS = 500_000_000
 # Somebody came in a lane within so long: more may come.
 _PRESENT_NS = 1_000_000_000
 
-# While lanes above are in use, work of the ones below runs in steps of the smallest of these parts of a full one's time
-# that still does most of its tokens a millisecond. Where reading the weights is much of a step, as on a CPU, a third
-# of one does half of its work, and who waits for the backfill pays more than who came online gains.
+# While lanes above are in use, work of the ones below runs in steps of the smallest of these parts of a full one's
+# tokens that still does most of its work a millisecond. Where reading the weights is much of a step, as on a CPU, a
+# third of one does half of its work, and who waits for the backfill pays more than who came online gains. No part is
+# less than a lane's share of the time, of which it gets so much in steps that others fill up.
 _PARTS_OF_STEP = (3, 2, 1.5)
-_LEAST_RATE = 0.85
+_LEAST_RATE = 0.82
+# Nor does a small step take less than this: two batches in a worker's hands cover the way to it and back only if one
+# takes as long.
+_LEAST_STEP_MS = 1.5
 
 _DEFAULT_PIECE_TOKENS = 1024  # until a worker has told its own budget
 
@@ -764,7 +768,7 @@ class Scheduler:
         most = small = self._fleet.most_tokens(worker)
         online, score = self._is_present("online", now_ns), self._is_present("score", now_ns)
         if online or score:
-            small = _small_step(worker.step_time, most)
+            small = _small_step(worker.step_time, most, self._queue.mean_length(SHARES))
         return {"online": most, "score": small if online else most, "backfill": small}
 
     def _is_present(self, lane: str, now_ns: int) -> bool:
@@ -818,16 +822,21 @@ def _may_have_run(worker: Worker, batch: InFlight, reason: str) -> bool:
     return reason == "bad_result" or not worker.is_empty_handed
 
 
-def _small_step(step_time: StepTime, most: int) -> int:
-    """The tokens of a small step of a worker whose full one has `most`: these, as long as nothing is known of it."""
-    full_ms = step_time.predict_ms(most, TYPICAL_LENGTH)
+def _small_step(step_time: StepTime, most: int, mean_length: float) -> int:
+    """The tokens that a small step of a worker whose full one has `most` may have: these, as long as nothing is known.
+
+    What counts is the rate of what runs, of sequences of `mean_length` tokens that are not cut: half of one is left
+    over at the end of a step, and of a small one that is more.
+    """
+    full = max(most - mean_length / 2, min(mean_length, most))
+    full_ms = step_time.predict_ms(round(full), TYPICAL_LENGTH)
     if full_ms is None:
         return most
     for part in _PARTS_OF_STEP:
-        small = step_time.budget(full_ms / part, TYPICAL_LENGTH, most)
-        small_ms = step_time.predict_ms(small, TYPICAL_LENGTH)
-        if small_ms is not None and small * full_ms >= _LEAST_RATE * most * small_ms:
-            return small
+        small = max(most / part - mean_length / 2, min(mean_length, most))
+        small_ms = step_time.predict_ms(round(small), TYPICAL_LENGTH)
+        if small_ms is not None and small_ms >= _LEAST_STEP_MS and small * full_ms >= _LEAST_RATE * full * small_ms:
+            return max(1, round(most / part))
     return most
 
 

@@ -376,3 +376,22 @@ def test_whatever_waits_the_next_batch_has_some_of_it_and_of_each_tenant_its_old
                 assert line.pop(0) == (part.pending.arrival, index)
     assert queue.next_batch(budgets, max_rows, first) == []
     assert (queue.num_tokens, queue.num_sequences, len(queue)) == (0, 0, 0)
+
+
+def test_the_mean_length_is_of_what_waits_in_the_lanes_that_are_asked_for() -> None:
+    queue = BatchQueue()
+    assert queue.mean_length(["score", "backfill"]) == 0
+    gone = make_pending(4, [50, 50], lane="backfill", tenant=2)
+    for pending in (
+        make_pending(1, [100]),
+        make_pending(2, [4, 6], lane="score"),
+        make_pending(3, [20, 30], lane="backfill"),
+        gone,
+    ):
+        queue.push(whole(pending))
+    gone.settled = True
+    queue.prune()
+    assert queue.mean_length(["backfill"]) == 25
+    assert queue.mean_length(["score", "backfill"]) == 15
+    queue.next_batch({"online": 100, "score": 104, "backfill": 104}, 1000)
+    assert queue.mean_length(["score", "backfill"]) == 56 / 3

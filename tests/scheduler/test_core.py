@@ -1931,16 +1931,36 @@ def test_nothing_is_polled_for_a_worker_that_is_silent(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fixed_ms", "small"),
+    ("fixed_ms", "token_ms", "mean_length", "small"),
     [
-        pytest.param(0, range(150, 175), id="a third, where a token costs the same in any step"),
-        pytest.param(10, range(215, 240), id="half, where a third would do three quarters of the work"),
-        pytest.param(200, range(512, 513), id="all, where most of a step is its start"),
+        pytest.param(0, 0.17, 4, 171, id="a third, where a token costs the same in any step"),
+        pytest.param(10, 0.17, 100, 256, id="half, where a third would do three quarters of the work"),
+        pytest.param(10, 0.17, 4, 171, id="a third, where its end is no loss"),
+        pytest.param(200, 0.17, 100, 512, id="all, where most of a step is its start"),
+        pytest.param(0, 0.005, 4, 341, id="no shorter than a batch takes to a worker and back"),
+        pytest.param(0, 0.17, 1000, 171, id="a third, where any sequence is a step"),
     ],
 )
-def test_a_small_step_is_as_small_as_is_worth_its_start(fixed_ms: float, small: range) -> None:
+def test_a_small_step_is_as_small_as_is_worth_its_start(
+    fixed_ms: float, token_ms: float, mean_length: float, small: int
+) -> None:
     step_time = StepTime()
     for num_tokens in range(16, 513, 16):
         for _ in range(5):
-            step_time.observe(num_tokens, 100, int((fixed_ms + 0.17 * num_tokens) * 1000))
-    assert _small_step(step_time, 512) in small
+            step_time.observe(num_tokens, 100, int((fixed_ms + token_ms * num_tokens) * 1000))
+    assert _small_step(step_time, 512, mean_length) == small
+
+
+def test_nothing_is_a_small_step_while_nothing_is_known() -> None:
+    assert _small_step(StepTime(), 512, 100) == 512
+
+
+def test_steps_of_documents_are_small_though_queries_alone_have_run_in_small_ones() -> None:
+    step_time = StepTime()
+    for _ in range(5):
+        step_time.observe(20, 20, 960)
+        step_time.observe(4030, 400, 6500)
+    assert _small_step(step_time, 4096, 310) == 2048
+    for _ in range(5):
+        step_time.observe(1900, 400, 3130)
+    assert _small_step(step_time, 4096, 310) == 1365
