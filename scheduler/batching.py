@@ -328,6 +328,10 @@ class Shares:
     def __init__(self) -> None:
         self._owed_ms = dict.fromkeys(SHARES, 0.0)
 
+    def clear(self) -> None:
+        """Nothing waits in the lanes below: a share that is not wanted is not saved up."""
+        self._owed_ms = dict.fromkeys(SHARES, 0.0)
+
     def first(self, costs_ms: Mapping[str, float]) -> str:
         """The lane to begin the next batch with. `costs_ms`: of a step of each lane."""
         due = [lane for lane, owed_ms in self._owed_ms.items() if owed_ms >= costs_ms[lane]]

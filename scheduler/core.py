@@ -732,17 +732,26 @@ class Scheduler:
                 return
             # What nobody can begin in time would be run for nobody.
             self._expire(now_ns + self._fleet.begins_in_ns(now_ns))
-            budgets = self._budgets(worker, now_ns)
-            costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or math.inf for lane in SHARES}
-            parts = self._queue.next_batch(budgets, max_rows(worker.facts), self._shares.first(costs_ms))
+            parts = self._next_batch(worker, waiting, now_ns)
             if not parts:
                 return
             num_tokens = sum(part.num_tokens for part in parts)
-            if (ms := self._fleet.step_ms(worker, num_tokens)) is not None:
-                self._shares.note(parts, ms, waiting, costs_ms)
             self._actions.append(ToWorker(worker.peer, self._fleet.assign(worker, parts, now_ns)))
             self._metrics.batch_tokens.observe(num_tokens)
             observe_all(self._metrics.queue_seconds, [(now_ns - part.pending.arrived_ns) / 1e9 for part in parts])
+
+    def _next_batch(self, worker: Worker, waiting: list[str], now_ns: int) -> list[Part]:
+        """What this worker is to run next, taken off the queue. `waiting`: the lanes in which something does."""
+        most_rows = max_rows(worker.facts)
+        if waiting == ["online"]:  # as mostly: nobody has to be asked what would be left for whom
+            self._shares.clear()
+            return self._queue.next_batch(self._fleet.most_tokens(worker), most_rows)
+        budgets = self._budgets(worker, now_ns)
+        costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or math.inf for lane in SHARES}
+        parts = self._queue.next_batch(budgets, most_rows, self._shares.first(costs_ms))
+        if parts and (ms := self._fleet.step_ms(worker, sum(part.num_tokens for part in parts))) is not None:
+            self._shares.note(parts, ms, waiting, costs_ms)
+        return parts
 
     def _expire(self, begin_ns: int) -> None:
         """Fail what waits and could begin then at the soonest, where its deadline has passed by then."""
