@@ -313,6 +313,12 @@ def _gateway(run_dir: str, number: int, counts: Counts, most_together: int) -> N
 
     What is asked at one moment goes in messages of at most so many requests.
     """
+    # Of each number of requests a message that is sent again and again, with other ids: what it costs to make one is
+    # not what is measured.
+    messages = {
+        num_requests: encode(Requests.of([a_request(0)] * num_requests) if num_requests > 1 else a_request(0))
+        for num_requests in range(1, most_together + 1)
+    }
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = Dealer(context, address(run_dir, "gateways"), f"g{number}")
     while not isinstance(message := dealer.receive(), Ping) or not message.workers_ready:
@@ -320,12 +326,6 @@ def _gateway(run_dir: str, number: int, counts: Counts, most_together: int) -> N
         dealer.socket.poll(100)
     reply = Reply(0, 0, 0, 0, some_rows(1))
     kind_of_reply, kind_of_replies = (encode(message)[0][1] for message in (reply, Replies.of([reply, reply])))
-    # Of each number of requests a message that is sent again and again, with other ids: what it costs to make one is
-    # not what is measured.
-    messages = {
-        num_requests: encode(Requests.of([a_request(0)] * num_requests) if num_requests > 1 else a_request(0))
-        for num_requests in range(1, most_together + 1)
-    }
     ids = itertools.count(1)
 
     def ask(num_requests: int) -> None:
