@@ -24,8 +24,11 @@ def facts(tmp_path: Path, corpus: Corpus) -> ModelFacts:
     return facts_of(tmp_path)
 
 
-def test_a_request_costs_something_at_every_stage_of_the_scheduler(metrics: Metrics, facts: ModelFacts) -> None:
-    stages = scheduler_stages(2, metrics, facts)
+@pytest.mark.parametrize("together", [True, False])
+def test_a_request_costs_something_at_every_stage_of_the_scheduler(
+    metrics: Metrics, facts: ModelFacts, together: bool
+) -> None:
+    stages = scheduler_stages(2, metrics, facts, together=together)
 
     assert stages.pop("sum") == pytest.approx(sum(stages.values()))
     assert len(stages) == 6
