@@ -6,8 +6,8 @@ next one. A long request is cut into pieces, and only so many wait at the schedu
 that one big request never fills the queue for others.
 
 Short requests that are opened in the same turn of the event loop leave in one message, since the scheduler, of which
-there is one, then takes half as long for each. Under load many are, as they are tokenized together (encoding.py); a
-lone one leaves with the end of its turn, without a timer. All else stays each one's own: its id, deadline, answer.
+there is one, then takes half as long for each. Under load many are, since a turn hears many clients; a lone one leaves
+with the end of its turn, without a timer. All else stays each one's own: its id, deadline, answer.
 """
 
 from __future__ import annotations
