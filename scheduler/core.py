@@ -789,6 +789,7 @@ class Scheduler:
         return actions
 
     def _announce(self, now_ns: int) -> None:
+        self._note_workers(self._status(now_ns))  # before anybody is told, who may look
         for peer in self._gateways:
             self._actions.append(ToGateway(peer, self._welcome(answers_join=False, now_ns=now_ns)))
             self._actions.append(ToGateway(peer, self._status(now_ns)))
@@ -799,9 +800,12 @@ class Scheduler:
         self._actions.extend(ToWorker(worker.peer, status) for worker in self._fleet.all())
         self._metrics.queued_tokens.set(self._queue.num_tokens)
         self._metrics.queued_sequences.set(self._queue.num_sequences)
+        self._note_workers(status)
+        self._metrics.gateways.set(len(self._gateways))
+
+    def _note_workers(self, status: Ping) -> None:
         self._metrics.workers.labels("ready").set(status.workers_ready)
         self._metrics.workers.labels("total").set(status.workers_total)
-        self._metrics.gateways.set(len(self._gateways))
 
     def _welcome(self, *, answers_join: bool, now_ns: int) -> Welcome:
         piece_tokens = self._facts.max_batch_tokens if self._facts else _DEFAULT_PIECE_TOKENS

@@ -241,6 +241,18 @@ def test_another_protocol_version_is_refused_on_both_sides(rig: Rig, version: in
     assert [refuse.code for refuse in rig.take(Refuse, b"w1")] == ["version"]
 
 
+def test_workers_are_counted_as_soon_as_gateways_are_told_of_them(metrics: Metrics) -> None:
+    ready = metrics.workers.labels("ready")
+    rig = Rig(metrics)
+    rig.join()
+    rig.hello()
+    assert (rig.take(Ping, b"g0")[-1].workers_ready, ready._value.get()) == (1, 1)
+    rig.hello(b"w1")
+    assert (rig.take(Ping, b"g0")[-1].workers_ready, ready._value.get()) == (2, 2)
+    rig.worker_lost(b"w1")
+    assert (rig.take(Ping, b"g0")[-1].workers_ready, ready._value.get()) == (1, 1)
+
+
 def test_a_second_worker_of_the_same_name_is_refused_and_the_first_works_on(rig: Rig) -> None:
     rig.worker(Hello(PROTOCOL_VERSION, "w0", 2, FACTS), b"other")  # another process: 2 where the first is 1
     assert [refuse.code for refuse in rig.take(Refuse, b"other")] == ["duplicate_name"]
