@@ -102,7 +102,8 @@ def is_held(path: Path) -> bool:
 
 def assert_nothing_left(folder: str) -> None:
     files = [path for path in Path(folder, "run").rglob("*") if not path.is_dir()]
-    assert [path.name for path in files if path.suffix not in _KEPT and path.name != "lock"] == []
+    assert [path.name for path in files if path.suffix not in _KEPT and path.name not in {"lock", "connections"}] == []
+    assert not any(Path(folder, "run", "connections").read_bytes())  # every gateway has said that it is gone
     assert [path.name for path in files if path.suffix in {".lock", ""} and is_held(path)] == []
     assert list(Path(folder, "tmp").iterdir()) == []
     assert users(folder) == []
