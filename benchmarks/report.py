@@ -1,9 +1,11 @@
 """A load's result as one HTML file for people: tables and plots as SVG in it, nothing from any other host.
 
     python benchmarks/report.py RESULT.json [RESULT.json ...] REPORT.html
+    python benchmarks/report.py RESULT.json [RESULT.json ...] PICTURE.svg
 
-The results are those that `load.py --output` has written, of which the loads are put together, and those of
-`profile_latency.py --output` and `mixed.py --output`, which are shown as they are.
+The second writes one plot as a picture of its own: of loads latency against load, of a profile its stages, of queries
+beside a backfill their latency. The results are those that `load.py --output` has written, of which the loads are put
+together, and those of `profile_latency.py --output` and `mixed.py --output`, which are shown as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +27,9 @@ table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;text-align:
 td:first-child,th:first-child{text-align:left}figure{display:inline-block;margin:0 1em 1em 0;vertical-align:top}
 figcaption{font-weight:600}svg{max-width:100%}pre{white-space:pre-wrap;color:#555}
 """
+_FIGURE = re.compile(
+    r'<figure><figcaption>(.*?)</figcaption><svg viewBox="0 0 (\d+) (\d+)"[^>]*>(.*?)</svg></figure>', re.DOTALL
+)
 _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("asked/s", lambda row: "as answered" if row["rate"] is None else f"{row['rate']:,.1f}"),
     ("requests/s", lambda row: f"{row['requests_per_s']:,.1f}"),
@@ -63,6 +69,28 @@ def render(results: Sequence[dict[str, Any]]) -> str:
 def write_report(results: Sequence[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(results), encoding="utf-8")
+
+
+def picture(results: Sequence[dict[str, Any]]) -> str:
+    """The first plot that puts loads, stages or phases beside each other, as an SVG file.
+
+    Raises:
+        ValueError: there is none, as of a single load.
+    """
+    loads = [row for result in results for row in result.get("loads", [])]
+    plots = [_latency_against_load(loads)]
+    plots += [_profile(result) for result in results if result.get("benchmark") == "profile_latency"]
+    plots += [_mixed(result) for result in results if result.get("benchmark") == "mixed"]
+    found = _FIGURE.search("".join(plots))
+    if found is None:
+        raise ValueError("no plot of these results puts anything beside something else")
+    title, width, height, parts = found.groups()
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -28 {width} {int(height) + 28}" width="{width}" '
+        f'height="{int(height) + 28}" font-size="12" font-family="system-ui,sans-serif" fill="#222">'
+        f'<rect y="-28" width="100%" height="100%" fill="#fff"/><text x="8" y="-8" font-weight="600">{title}</text>'
+        f"{parts}</svg>\n"
+    )
 
 
 def _table(loads: list[dict[str, Any]]) -> str:
@@ -154,7 +182,8 @@ def _plot(title: str, lines: dict[str, list[tuple[float, float]]], x_name: str, 
     def at(x: float, y: float) -> tuple[float, float]:
         return _x(x / most), _y((math.log10(max(y, 1e-3)) - low) / (high - low))
 
-    y_ticks = [(at(0, 10**power)[1], _number(10**power)) for power in range(low, high + 1)]
+    powers = range(low, high + 1)
+    y_ticks = [(at(0, 10**power)[1], _number(10**power) + f" {y_name}" * (power == high)) for power in powers]
     parts = [_axes(y_ticks, [(_x(part / 4), _number(most * part / 4)) for part in range(5)])]
     for number, (name, points) in enumerate(lines.items()):
         color = _COLORS[number % len(_COLORS)]
@@ -221,9 +250,9 @@ def _axes(y_ticks: list[tuple[float, str]], x_ticks: list[tuple[float, str]]) ->
         f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
         for y, label in y_ticks
     ]
-    lines += [
-        f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{label}</text>' for x, label in x_ticks
-    ]
+    for x, label in x_ticks:
+        anchor = "middle" if x < _x(1) - 1 else "end"  # the last one would end outside
+        lines.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{label}</text>')
     return "".join(lines)
 
 
@@ -259,12 +288,16 @@ def _text(value: object) -> str:
 
 
 def main() -> int:
-    """Read results, write the page."""
+    """Read results, write the page or the picture."""
     if len(sys.argv) < 3:
-        sys.exit("report.py: RESULT.json [RESULT.json ...] REPORT.html expected")
-    *results, report = map(Path, sys.argv[1:])
+        sys.exit("report.py: RESULT.json [RESULT.json ...] REPORT.html or PICTURE.svg expected")
+    *paths, target = map(Path, sys.argv[1:])
     try:
-        write_report([json.loads(path.read_text(encoding="utf-8")) for path in results], report)
+        results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        if target.suffix == ".svg":
+            target.write_text(picture(results), encoding="utf-8")
+        else:
+            write_report(results, target)
     except (OSError, ValueError) as error:
         sys.exit(f"report.py: {error}")
     return 0

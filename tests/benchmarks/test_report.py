@@ -6,9 +6,11 @@ import re
 from dataclasses import asdict
 from xml.etree import ElementTree
 
+import pytest
+
 from benchmarks.clients import Load, Tally
 from benchmarks.load import summarize
-from benchmarks.report import render
+from benchmarks.report import picture, render
 
 ORIGIN = {"command": "python load.py", "commit": None, "date": "2026-11-30", "cpu": "a CPU", "cores": 2, "gpu": None}
 BODY = b'{"data": [{"index": 0, "embedding": [1.0]}], "usage": {"prompt_tokens": 7}}'
@@ -100,3 +102,22 @@ def test_what_others_have_named_is_text_and_nothing_is_loaded() -> None:
     assert "<img" not in page
     assert "&lt;img src=x&gt;" in page
     assert not re.search(r"<(?:script|img|link|iframe|object|image)|href|@import|url\(", page)
+
+
+@pytest.mark.parametrize(
+    ("result", "title"),
+    [
+        (load_result(0.010, 0.020), "Latency against load: query, 1 a request, float, closed loop"),
+        (profile_result(), "Stages of 9 requests, 1 at a time, p50, ms"),
+    ],
+    ids=["loads", "profile"],
+)
+def test_a_plot_is_a_picture_of_its_own(result: dict[str, object], title: str) -> None:
+    svg = ElementTree.fromstring(picture([result]))
+    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
+    assert next(text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")) == title
+
+
+def test_of_a_single_load_there_is_no_picture() -> None:
+    with pytest.raises(ValueError, match="no plot"):
+        picture([load_result(0.010)])
