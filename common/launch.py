@@ -120,6 +120,7 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
 
     `run` takes the configuration and what to call once the process can do its work; it returns the exit status.
     """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who starts us may block what we are to hear, and that is inherited
     supervised = configuration.under_supervisord()
     if supervised:
         _die_with_parent()
