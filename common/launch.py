@@ -429,10 +429,10 @@ def _write_supervisord_conf(run_dir: str, environment: dict[str, str], several: 
     source = Path(__file__).with_name("supervisord.conf")  # where a wheel has it
     if not source.exists():
         source = Path(__file__).parent.parent / "supervisord.conf"
-    values = _environment({name: environment[name] for name in _SUPERVISORD_VARIABLES})
-    text, replaced = re.subn(
-        r"^environment=HEDGEROW_HOST=.*$", lambda _: f"environment={values}", source.read_text(), flags=re.MULTILINE
-    )
+    values = {name: environment[name] for name in _SUPERVISORD_VARIABLES}
+    values["HEDGEROW_KEEP_AWAKE"] = "1" if values["HEDGEROW_KEEP_AWAKE"] == "true" else "0"  # a number of processes
+    line = f"environment={_environment(values)}"
+    text, replaced = re.subn(r"^environment=HEDGEROW_HOST=.*$", lambda _: line, source.read_text(), flags=re.MULTILINE)
     assert replaced == 1, "supervisord.conf has lost its environment line"
     # A process that is answering what it accepted must not be killed sooner than it gives up by itself.
     wait_s = int(environment["HEDGEROW_DRAIN_TIMEOUT_S"]) + _STOP_MARGIN_S

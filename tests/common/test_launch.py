@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from supervisor.options import ServerOptions
 
 from common import launch
 from common.config import ServeConfig, to_environment
@@ -60,13 +61,27 @@ def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> No
     parser.read(path)
     assert parser["supervisord"]["environment"] == (
         'HEDGEROW_HOST="127.0.0.1",HEDGEROW_PORT="9123",HEDGEROW_GATEWAYS="3",HEDGEROW_WORKERS="2",'
-        f'HEDGEROW_KEEP_AWAKE="false",HEDGEROW_RUN_DIR="{run_dir}"'
+        f'HEDGEROW_KEEP_AWAKE="0",HEDGEROW_RUN_DIR="{run_dir}"'
     )
     assert parser["supervisord"]["pidfile"] == f"{run_dir}/supervisord.pid"
     assert parser["unix_http_server"]["file"] == f"{run_dir}/supervisor.sock"
     assert parser["rpcinterface:hedgerow"]["supervisor.rpcinterface_factory"] == "common.supervision:plug_in"
     assert "inet_http_server" not in parser
     assert {parser[name]["stopwaitsecs"] for name in parser.sections() if "program:" in name} == {"105"}
+
+
+@pytest.mark.parametrize(("keep_awake", "processes"), [(False, []), (True, ["awake"])])
+def test_what_keeps_cores_awake_is_no_program_that_restart_all_could_start_unless_it_is_wanted(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, keep_awake: bool, processes: list[str]
+) -> None:
+    prepare_run_dir(run_dir)
+    config = ServeConfig(run_dir=run_dir, workers="1", keep_awake=keep_awake)
+    monkeypatch.setenv("HEDGEROW_KEEP_AWAKE", "true")  # the file's own value holds
+    path = launch._write_supervisord_conf(run_dir, to_environment(config))
+    options = ServerOptions()
+    options.realize(["-n", "-c", str(path)])
+    [awake] = [group for group in options.process_group_configs if group.name == "awake"]
+    assert [process.name for process in awake.process_configs] == processes
 
 
 def test_cores_are_kept_awake_only_where_their_time_is_all_ours(monkeypatch: pytest.MonkeyPatch) -> None:
