@@ -283,7 +283,8 @@ def _serve(flags: list[str]) -> int:
             _check("worker.checkpoint", str(model.folder.path), model.task)
         if config.api_keys_file:
             _check("gateway.auth", config.api_keys_file)
-        _check_cores(config)
+        if config.keep_awake:
+            awake.check_cores()
         run_dirs = dict.fromkeys([config.run_dir, *(model.run_dir for model in served)])
         for run_dir in run_dirs:
             prepare_run_dir(run_dir)
@@ -320,15 +321,6 @@ def _serve(flags: list[str]) -> int:
     os.environ.update(environment)
     supervisord = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)]
     return os.execv(sys.executable, supervisord)
-
-
-def _check_cores(config: ServeConfig) -> None:
-    """Raises StartRefused: what keeps cores awake would take the time of those that work."""
-    if config.keep_awake and configuration.usable_cpus() < len(os.sched_getaffinity(0)):
-        raise StartRefused(
-            "--keep-awake would use up the CPU time that this container may use (cpu.max), which is less than that of "
-            "the cores that it sees: leave it out, or give the container cores of its own (cpuset)"
-        )
 
 
 def _alone(config: ServeConfig) -> _Served:

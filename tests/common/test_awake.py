@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from common import awake as keeping
+from common.config import ProcessConfig
+from common.errors import EX_CONFIG, EX_FAILURE
 
 COMMAND = [sys.executable, "-c", "import sys; from common.launch import main; sys.exit(main())", "awake"]
 
@@ -40,21 +42,56 @@ def awake(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]
     """The process, and those of its cores."""
     process = subprocess.Popen([*COMMAND, "--run-dir", str(tmp_path)], stderr=subprocess.DEVNULL)
     cores = os.sched_getaffinity(0)
-    until(lambda: len(children_of(process.pid)) == len(cores))
-    spinning = children_of(process.pid)
+    until(lambda: len(children_of(process.pid)) == 1)
+    [starter] = children_of(process.pid)
+    until(lambda: len(children_of(starter)) == len(cores))
+    spinning = children_of(starter)
     until(lambda: sorted(tuple(os.sched_getaffinity(pid)) for pid in spinning) == sorted((core,) for core in cores))
     yield process, spinning
     process.kill()
     process.wait()
 
 
+def test_cores_are_kept_awake_only_where_their_time_is_all_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("common.awake.usable_cpus", lambda: 4)
+    keeping.check_cores()
+    monkeypatch.setattr("common.awake.usable_cpus", lambda: 3)
+    with pytest.raises(ValueError, match="leave it out"):
+        keeping.check_cores()
+    assert keeping.main(ProcessConfig(run_dir="unused"), lambda: None) == EX_CONFIG  # by hand, too
+    assert "leave it out" in caplog.text
+
+
+@pytest.mark.slow
 def test_each_core_has_something_to_run_that_gives_way_to_all_else(
     awake: tuple[subprocess.Popen[bytes], list[int]],
 ) -> None:
     _, spinning = awake
     assert {os.sched_getscheduler(pid) for pid in spinning} == {os.SCHED_IDLE}
+    # The kernel shares time among sessions first: in one of its own, of the least weight, it takes nobody's.
+    [session] = {os.getsid(pid) for pid in spinning}
+    assert session != os.getsid(0)
+    group = Path(f"/proc/{session}/autogroup")
+    assert not group.exists() or group.read_text().endswith(" nice 19\n")
 
 
+@pytest.mark.slow
+def test_where_nothing_can_give_way_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeping, "_SPIN", "raise SystemExit(1)")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        assert keeping.main(ProcessConfig(run_dir="unused"), lambda: None) == EX_FAILURE
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert "cannot be kept awake here" in caplog.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_all_of_it_ends_with_its_process(
     awake: tuple[subprocess.Popen[bytes], list[int]], number: signal.Signals

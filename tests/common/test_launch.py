@@ -84,17 +84,6 @@ def test_what_keeps_cores_awake_is_no_program_that_restart_all_could_start_unles
     assert [process.name for process in awake.process_configs] == processes
 
 
-def test_cores_are_kept_awake_only_where_their_time_is_all_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    kept = ServeConfig(run_dir="unused", keep_awake=True)
-    monkeypatch.setattr("common.config.usable_cpus", lambda: 4)
-    launch._check_cores(kept)
-    monkeypatch.setattr("common.config.usable_cpus", lambda: 3)
-    launch._check_cores(ServeConfig(run_dir="unused"))
-    with pytest.raises(launch.StartRefused, match="leave it out"):
-        launch._check_cores(kept)
-
-
 @pytest.mark.parametrize(
     ("cpus", "weight_bytes", "flags", "workers"),
     [
