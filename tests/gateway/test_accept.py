@@ -114,6 +114,29 @@ async def test_who_is_busy_gets_no_more_than_a_moment(gateways: Callable[..., li
         client.close()
 
 
+async def test_who_is_gone_without_a_word_is_waited_for_some_times_and_no_more(
+    tmp_path: Path, gateways: Callable[..., list[Counting]]
+) -> None:
+    gone = ConnectionCounts(str(tmp_path), 1)
+    gone.least_of_others(0)
+    [counted] = gateways(1)
+    waits: list[float] = []
+    later = counted.acceptor._later
+    counted.acceptor._later = lambda delay_s, what: (waits.append(delay_s), later(delay_s, what))[1]  # type: ignore[method-assign]
+    clients = await connect(port_of(counted), 100)
+    await taken([counted], 100)
+    assert waits == [0.001] * 64  # the first of them finds both with none
+
+    gone.least_of_others(2)  # it is back
+    clients += await connect(port_of(counted), 1)
+    await taken([counted], 101)
+    assert waits == [0.001] * 65
+
+    for client in clients:
+        client.close()
+    gone.close()
+
+
 async def test_an_answer_does_not_wait_for_more_of_it(gateways: Callable[..., list[Counting]]) -> None:
     [counted] = gateways(1)
     [client] = await connect(port_of(counted), 1)
