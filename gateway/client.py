@@ -596,7 +596,7 @@ class SchedulerClient:
         self._tick_handle: asyncio.TimerHandle | None = None
         self._next_reconnect_ns = 0
         self._tick_due_ns = now_ns()
-        self._receive_due = False
+        self._receive_handle: asyncio.Handle | None = None  # where it is due with the end of this turn of the loop
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -625,6 +625,7 @@ class SchedulerClient:
             self._loop.remove_reader(self._dealer.fd)
         if self._tick_handle is not None:
             self._tick_handle.cancel()
+        self._forget_receive()
         self._dealer.close(linger_ms=100)
         self._context.term()
 
@@ -667,9 +668,9 @@ class SchedulerClient:
         timer = self._loop.call_later(max(0, options.deadline_ns - now_ns()) / 1e9, request.fail, late)
         try:
             self._ledger.open(request, now_ns())
-            if not self._receive_due:
-                self._receive_due = True
-                self._loop.call_soon(self._receive)  # which sends all that is opened before it runs
+            if self._receive_handle is None:
+                # Which sends all that is opened before it runs.
+                self._receive_handle = self._loop.call_soon(self._receive)
             return await request.future
         finally:
             timer.cancel()
@@ -680,7 +681,7 @@ class SchedulerClient:
 
         ZeroMQ's descriptor signals an edge, and a send may consume it: so this also runs after every send.
         """
-        self._receive_due = False
+        self._forget_receive()
         facts, refused = self._ledger.facts, self._ledger.refused
         while True:
             try:
@@ -696,6 +697,11 @@ class SchedulerClient:
             self.on_facts(self._ledger.facts)
         if self._ledger.refused is not None and refused is None and self.on_refused is not None:
             self.on_refused()
+
+    def _forget_receive(self) -> None:
+        if self._receive_handle is not None:
+            self._receive_handle.cancel()
+            self._receive_handle = None
 
     def _note_time(self) -> None:
         """See whether this process stood still (stopped, starved).

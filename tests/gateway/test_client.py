@@ -18,6 +18,7 @@ from common.errors import (
     NonfiniteOutput,
     Overloaded,
     ProtocolError,
+    ShuttingDown,
     Unavailable,
 )
 from common.metrics import Metrics
@@ -355,6 +356,25 @@ async def test_what_a_dead_scheduler_held_is_answered_through_the_next(
     embedded = await task
     np.testing.assert_array_equal(embedded.rows, [oracle_vector(ids) for ids in texts])
     await client.close()
+
+
+async def test_a_client_that_is_closed_as_a_request_comes_sends_nothing_more_and_says_why(
+    run_dir: str, start_scheduler: Callable[[], RunningScheduler], start_worker: StartWorker, metrics: Metrics
+) -> None:
+    start_scheduler()
+    worker = start_worker()
+    client = SchedulerClient(run_dir, "gateway-0", metrics)
+    client.start()
+    await until(lambda: client.readiness().status == "ready")
+    failed: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    task = asyncio.ensure_future(submit(client, sequences(3)))
+    await asyncio.sleep(0)  # it has been opened, and would leave with the end of this turn of the loop
+    await client.close()
+    with pytest.raises(ShuttingDown):
+        await task
+    assert failed == []
+    assert worker.batches == []
 
 
 # --- the ledger by hand ---
