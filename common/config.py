@@ -170,7 +170,6 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
     gpus: tuple[str, ...] = _option(
         (), "the GPUs of each of several models, as in A:0-1 B:2; numbers are those of the GPUs that are visible"
     )
-
     keep_awake: bool = _option(
         False, "keep every core from sleeping: a query's answer comes a third sooner, for the power of all cores"
     )

@@ -286,7 +286,6 @@ class Ledger:
         self._metrics = metrics
         self._pieces: dict[int, _Piece] = {}
         self._unsent: dict[int, Request] = {}  # for the next flush: short, of one model
-        self._unsent_tokens = 0
         self._request_ids = itertools.count(1)
         self._welcome: Welcome | None = None
         self._status: Ping | None = None
@@ -364,7 +363,7 @@ class Ledger:
 
     def flush(self) -> None:
         """Send what was opened, or fed, since the last time."""
-        requests, self._unsent, self._unsent_tokens = self._unsent, {}, 0
+        requests, self._unsent = self._unsent, {}
         if not requests:
             return
         message: Message
@@ -489,23 +488,21 @@ class Ledger:
             spans=request.spans[request.first_row(piece.start) : request.first_row(piece.stop)],
             times_ns=NO_TIMES if options.trace is None else options.trace.sent(),
         )
-        num_tokens = last - first
-        if num_tokens > _SHORT_TOKENS or not Requests.may_hold(message):
+        if last - first > _SHORT_TOKENS or not Requests.may_hold(message):
             self.flush()  # so that nothing overtakes
             piece.sent = self._send(message)
             return
         if not self._has_room_for(message):
             self.flush()
         self._unsent[request_id] = message
-        self._unsent_tokens += num_tokens
 
     def _has_room_for(self, message: Request) -> bool:
         """Whether it can leave with what is to leave next."""
-        first = next(iter(self._unsent.values()), message)
+        together = [*self._unsent.values(), message]
         return (
-            first.fingerprint == message.fingerprint
-            and len(self._unsent) < MAX_REQUESTS
-            and self._unsent_tokens + len(message.token_ids) <= _TOKENS_TOGETHER
+            together[0].fingerprint == message.fingerprint
+            and len(together) <= MAX_REQUESTS
+            and sum(len(request.token_ids) for request in together) <= _TOKENS_TOGETHER
         )
 
     def _on_replies(self, replies: Replies) -> None:

@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
+from common.config import usable_cpus
 from tests.browser import Browser
 from tests.suite import ROOT, Suite, free_port
 from tests.timing import assert_in_time
@@ -517,12 +518,40 @@ def test_a_port_that_is_none_is_a_wrong_flag(run_dir: str) -> None:
     assert "--port" in ended.stderr
 
 
+def test_cores_are_kept_awake_where_that_is_asked_for_and_only_as_long_as_a_suite_runs() -> None:
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        if usable_cpus() < len(os.sched_getaffinity(0)):  # as a container's quota has it
+            assert run_serve("--keep-awake", "--run-dir", f"{folder}/run").returncode == 1
+            return
+        suite = Suite(f"{folder}/run", "--keep-awake")
+        try:
+            suite.wait_until_ready()
+            [awake] = suite.pids("awake").values()
+            end = time.monotonic() + 20
+            while len(spinning := descendants(awake)) <= len(os.sched_getaffinity(0)):
+                assert time.monotonic() < end, suite.log()
+                time.sleep(0.05)
+            assert os.SCHED_IDLE in {os.sched_getscheduler(pid) for pid in spinning}
+        finally:
+            assert suite.stop() == 0
+        end = time.monotonic() + 10
+        while any(alive(pid) for pid in spinning):
+            assert time.monotonic() < end, suite.log()
+            time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
 def test_when_supervisord_is_killed_while_its_children_start_none_of_them_lives_on() -> None:
     with tempfile.TemporaryDirectory(prefix="hr-") as folder:
         suite = Suite(f"{folder}/run")
         end = time.monotonic() + 30
         while len(pids := suite.children()) < 4:
             assert time.monotonic() < end
+        assert suite.pids("awake") == {}  # nobody asked for it
         suite.process.kill()
         suite.process.wait()
         end = time.monotonic() + 10

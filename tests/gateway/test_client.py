@@ -814,6 +814,18 @@ async def test_no_more_leave_together_than_a_message_should_have(roomy: Ledger, 
     assert sent.num_tokens() == [[1000] * 4, [1000, *[1] * 63], [1] * 7]
 
 
+async def test_one_that_is_closed_before_it_leaves_makes_room_for_others(roomy: Ledger, sent: Sent) -> None:
+    closed = [make_open(1000) for _ in range(3)]
+    for request in closed:
+        roomy.open(request, 0)
+    for request in closed:
+        roomy.close(request)
+    for _ in range(4):
+        roomy.open(make_open(1000), 0)
+    roomy.flush()
+    assert sent.num_tokens() == [[1000] * 4]
+
+
 async def test_requests_for_two_models_do_not_leave_together(roomy: Ledger, sent: Sent) -> None:
     for fingerprint in ("f1", "f1", "f2", "f2"):
         options = dataclasses.replace(make_options(2), fingerprint=fingerprint)
