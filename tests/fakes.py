@@ -13,6 +13,7 @@ import hashlib
 import os
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
@@ -143,9 +144,10 @@ def oracle_rows(batch: Batch) -> npt.NDArray[np.uint8]:
 class FakeWorker:
     """A worker on a thread of its own, with the real socket and handshake; `answer` decides what a batch comes to.
 
-    `answer` returns the message to send, its frames where they are to be odd, or None to say nothing. Its process,
-    which a scheduler may kill, is a child that does nothing. Stop it with `close`; `mute` has it say nothing more, as
-    if it were stopped, `hang_up` ends its connection and leaves the process.
+    `answer` returns the message to send, its frames where they are to be odd, or None to say nothing. With `released`,
+    it works on its first batch until that is set, and its beats go on. Its process, which a scheduler may kill, is a
+    child that does nothing. Stop it with `close`; `mute` has it say nothing more, as if it were stopped, `hang_up` ends
+    its connection and leaves the process.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class FakeWorker:
         *,
         facts: ModelFacts = FACTS,
         answer: Callable[[Batch], Message | list[Frame] | None] | None = None,
+        released: threading.Event | None = None,
     ) -> None:
         self.batches: list[Batch] = []
         self.refusals: list[Message] = []
@@ -162,6 +165,7 @@ class FakeWorker:
         self.process = subprocess.Popen(["sleep", "600"])
         self._hello = Hello(PROTOCOL_VERSION, name, self.process.pid, facts)
         self._answer = answer or oracle_result
+        self._released = released
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = Dealer(self._context, address(run_dir, "workers"), "w")
         self._stop = threading.Event()
@@ -186,29 +190,31 @@ class FakeWorker:
 
     def _run(self) -> None:
         epoch: int | None = None
-        num_held = 0
+        waiting: deque[Batch] = deque()
+        num_unanswered = 0
         while not self._stop.is_set():
             if self._mute.is_set():
                 self._stop.wait(0.02)
                 continue
-            self._dealer.send(self._hello if epoch is None else Beat(epoch, num_held))
-            if not self._dealer.socket.poll(20):
-                continue
+            self._dealer.send(self._hello if epoch is None else Beat(epoch, num_unanswered + len(waiting)))
+            self._dealer.socket.poll(20)
             while (message := self._dealer.receive()) is not None:
                 if isinstance(message, Ping):
                     epoch = message.epoch
                     self.welcomed = True
                 elif isinstance(message, Batch):
                     self.batches.append(message)
-                    reply = self._answer(message)
-                    if isinstance(reply, list):
-                        self._dealer.socket.send_multipart(reply)
-                    elif reply is not None:
-                        self._dealer.send(reply)
-                    else:
-                        num_held += 1
+                    waiting.append(message)
                 else:
                     self.refusals.append(message)
+            while waiting and (self._released is None or self._released.is_set()):
+                reply = self._answer(waiting.popleft())
+                if isinstance(reply, list):
+                    self._dealer.socket.send_multipart(reply)
+                elif reply is not None:
+                    self._dealer.send(reply)
+                else:
+                    num_unanswered += 1
 
 
 def _digest(token_ids: TokenIds, salt: bytes, num_bytes: int) -> bytes:

@@ -163,7 +163,7 @@ class Stage:
 
     async def slow_worker(self) -> Scene:
         released = threading.Event()
-        scene = await self._scheduled(_held_until(released))
+        scene = await self._scheduled(oracle_result, released=released)
 
         async def end() -> None:
             released.set()
@@ -173,12 +173,17 @@ class Stage:
 
     async def full_queue(self) -> Scene:
         released = threading.Event()
-        scene = await self._scheduled(_held_until(released), facts=self._oracle(max_batch_tokens=16_384))
-        # Two such requests are in the worker's hands; of the two that wait each is a whole step.
-        waiting = [asyncio.ensure_future(embed(scene.port, {"input": [[5] * 16] * 1024})) for _ in range(4)]
+        workers: list[FakeWorker] = []
+        facts = self._oracle(max_batch_tokens=16_384)
+        scene = await self._scheduled(oracle_result, facts=facts, workers=workers, released=released)
+        # Two such requests go into the worker's hands; of the two that wait each is a whole step. One after the other:
+        # before anything is measured, a third that comes with them is refused.
+        waiting = []
         async with asyncio.timeout(10):
-            while self._queued_tokens() < 32_768:
-                await asyncio.sleep(0.01)
+            for num_tokens in range(16_384, 4 * 16_384 + 1, 16_384):
+                waiting.append(asyncio.ensure_future(embed(scene.port, {"input": [[5] * 16] * 1024})))
+                while sum(len(batch.token_ids) for batch in workers[0].batches) + self._queued_tokens() < num_tokens:
+                    await asyncio.sleep(0.01)
 
         async def end() -> None:
             released.set()
@@ -236,11 +241,12 @@ class Stage:
         *,
         facts: ModelFacts | None = None,
         workers: list[FakeWorker] | None = None,
+        released: threading.Event | None = None,
     ) -> Scene:
         """Before a scheduler and a worker, which is added to `workers`."""
         self.start_scheduler()
         facts = facts or self._oracle()
-        worker = self.start_worker(facts=facts, answer=answer)
+        worker = self.start_worker(facts=facts, answer=answer, released=released)
         if workers is not None:
             workers.append(worker)
         client = SchedulerClient(self.run_dir, "gateway-0", self.metrics)
@@ -265,14 +271,6 @@ class Stage:
 
 def _of(running: Running) -> Scene:
     return Scene(running.port, running.stub)
-
-
-def _held_until(released: threading.Event) -> Callable[[Batch], Message]:
-    def answer(batch: Batch) -> Message:
-        assert released.wait(30)
-        return oracle_result(batch)
-
-    return answer
 
 
 @pytest.fixture

@@ -161,13 +161,8 @@ async def test_quantised_rows_come_back_in_their_own_type_at_the_asked_dimension
 async def test_different_encodings_share_a_batch_and_each_request_gets_its_own(
     start_worker: StartWorker, client: SchedulerClient
 ) -> None:
-    gate = threading.Event()
-
-    def answer(batch: Batch) -> Message:
-        gate.wait(10)
-        return oracle_result(batch)
-
-    worker = start_worker(facts=QUANTISING_FACTS, answer=answer)
+    released = threading.Event()
+    worker = start_worker(facts=QUANTISING_FACTS, released=released)
     await until(lambda: client.facts is not None)
     texts = [sequences(length, length + 1) for length in range(1, 9)]
     encodings = ["float32", "int8", "binary", "float32", "binary", "int8", "binary", "int8"]
@@ -177,7 +172,7 @@ async def test_different_encodings_share_a_batch_and_each_request_gets_its_own(
     ]
     await until(lambda: bool(worker.batches))
     await asyncio.sleep(0.05)  # the others wait at the scheduler by then, and will run at once
-    gate.set()
+    released.set()
     answers = await asyncio.gather(*tasks)
     for embedded, rows, encoding in zip(answers, texts, encodings, strict=True):
         assert_answers(embedded, rows, encoding)
