@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -142,7 +141,7 @@ class TextReader:
         Raises:
             InternalError: the tokenizer itself failed.
         """
-        with _failures_as_errors():
+        with _failures_as_errors:
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
 
     def tokens(self, text: str, *, prompt: str = "", special_tokens: bool = True) -> list[Token]:
@@ -152,7 +151,7 @@ class TextReader:
             InternalError: the tokenizer itself failed.
         """
         whole, skipped = prompt + text, len(prompt)
-        with _failures_as_errors():
+        with _failures_as_errors:
             # Not `encode_batch_fast`, which knows no places; a batch of one, since `encode` holds the interpreter's
             # lock.
             [encoding] = self._tokenizer.encode_batch([whole], add_special_tokens=special_tokens)
@@ -174,7 +173,7 @@ class TextReader:
         Raises:
             InternalError: the tokenizer itself failed.
         """
-        with _failures_as_errors():
+        with _failures_as_errors:
             # A batch of one, for the same reason as in `tokens`.
             [text] = self._tokenizer.decode_batch([ids.tolist()], skip_special_tokens=skip_special_tokens)
         return text
@@ -269,7 +268,7 @@ class TextReader:
     def _probe(self, num_texts: int) -> Encoding:
         for probe in _PROBES:
             try:
-                with _failures_as_errors():
+                with _failures_as_errors:
                     # Not `encode_batch_fast`: without a template for pairs in the file it calls both texts type 0.
                     encoding = self._tokenizer.encode(probe, probe if num_texts == 2 else None)
             except InternalError:
@@ -447,15 +446,17 @@ def load_tokenizer(content: bytes, *, reserved: str | None = None) -> _RustToken
     return tokenizer
 
 
-@contextmanager
-def _failures_as_errors() -> Iterator[None]:
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
-        raise
-    except BaseException as error:
+class _FailuresAsErrors:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # A Rust panic is no Exception; uncaught it would end the connection without an answer.
-        raise InternalError("The tokenizer failed on this input.") from error
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError):
+            raise InternalError("The tokenizer failed on this input.") from error
+
+
+_failures_as_errors = _FailuresAsErrors()
 
 
 def _relevant_part(text: str, direction: Direction, num_chars: int) -> str:

@@ -241,6 +241,10 @@ class OpenRequest:
         self.unanswered -= new
         return new
 
+    def expire(self) -> None:
+        """Its deadline has passed."""
+        self.fail(DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less."))
+
     def fail(self, error: ServiceError) -> None:
         """Answer it with its failure, unless it has been answered."""
         if not self.future.done():
@@ -502,7 +506,7 @@ class Ledger:
         return (
             together[0].fingerprint == message.fingerprint
             and len(together) <= MAX_REQUESTS
-            and sum(len(request.token_ids) for request in together) <= _TOKENS_TOGETHER
+            and sum([len(request.token_ids) for request in together]) <= _TOKENS_TOGETHER
         )
 
     def _on_replies(self, replies: Replies) -> None:
@@ -661,8 +665,7 @@ class SchedulerClient:
         if self._ledger.silent(now_ns()):
             self._note_time()
             self._receive()
-        late = DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less.")
-        timer = self._loop.call_later(max(0, options.deadline_ns - now_ns()) / 1e9, request.fail, late)
+        timer = self._loop.call_later(max(0, options.deadline_ns - now_ns()) / 1e9, request.expire)
         try:
             self._ledger.open(request, now_ns())
             if self._receive_handle is None:

@@ -293,6 +293,23 @@ class Encoder:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
 
+    def encode_query(self, model: Model, request: EmbeddingRequest, *, max_tokens: int) -> EncodedInputs | None:
+        """What `encode_inputs` would make of a query, on the event loop; None of what takes longer.
+
+        Raises:
+            InvalidRequest: as there.
+            InternalError: the tokenizer failed.
+        """
+        texts, prompt = request.inputs.texts, request.prompt
+        if len(texts) != 1 or len(prompt) + len(texts[0]) > _QUERY_CHARS or request.partial:
+            return None
+        if prompt and not model.facts.include_prompt:
+            return None
+        sequences = model.tokenizer.encode([prompt + texts[0]], request.truncation, request.inputs.name)
+        _check_num_tokens(1, len(sequences[0]), max_tokens, request.inputs.list_name)
+        spans = [_each_token(len(sequences[0]))] if request.by_token else None
+        return EncodedInputs(sequences, request.inputs.places, {}, spans)
+
     async def encode_inputs(self, model: Model, request: EmbeddingRequest, *, max_tokens: int) -> EncodedInputs:
         """A sequence of each input: of a text with the prompt before it, of token ids as they are.
 
@@ -340,11 +357,8 @@ class Encoder:
             request.inputs.name,
             asyncio.get_running_loop().create_future(),
         )
-        if len(texts) == 1 and short.num_chars <= _QUERY_CHARS:
-            _deliver(short, _encode_alone(short))
-        else:
-            self._short.append(short)
-            self._run_short()
+        self._short.append(short)
+        self._run_short()
         return short.future
 
     async def encode_pairs(self, tokenizer: PairTokenizer, request: PairsRequest, *, max_tokens: int) -> EncodedPairs:

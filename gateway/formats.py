@@ -74,6 +74,7 @@ OCTETS = "application/octet-stream"
 
 _WEIGHT = re.compile(r"0(\.\d*)?|1(\.0*)?")  # of a media range: its `q`
 
+_OF_OPENAI: tuple[EncodingFormat, ...] = get_args(EncodingFormat)
 _NUMBERS: tuple[Dtype, ...] = get_args(Dtype)
 
 # From the first dimension in a byte's lowest bit, as rows come, to the first in its highest.
@@ -84,6 +85,8 @@ _HIGHEST_BIT = np.uint8(0x80)  # where it changes sides, 128 is added or taken a
 
 def prefers_octets(accept: Sequence[str]) -> bool:
     """Whether these `Accept` headers rank application/octet-stream above JSON, which is what is sent otherwise."""
+    if all(header == "*/*" for header in accept):  # as mostly
+        return False
     weights = dict(_media_range(text) for header in accept for text in header.split(","))
 
     def weight_of(media_type: str) -> float:
@@ -98,7 +101,7 @@ def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> En
     """The format; `float` unless named. Raises InvalidRequest (unsupported_parameter) where the model lacks it."""
     if value is None:
         return "float"
-    _check_made(value, get_args(EncodingFormat), facts, "encoding_format")
+    _check_made(value, _OF_OPENAI, facts, "encoding_format")
     return value
 
 

@@ -17,9 +17,6 @@ the number of connections and `--write-timeout-s` bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from common.errors import Overloaded
 
 _SHORT = 0.85
@@ -38,16 +35,11 @@ class Memory:
     def is_short(self) -> bool:
         return self.num_bytes >= _SHORT * self._max_bytes
 
-    @contextmanager
-    def hold(self) -> Iterator[Held]:
-        """Count a request for as long as this lasts. Raises Overloaded: there is no room for any."""
+    def hold(self) -> Held:
+        """Count a request: as a context, until that ends. Raises Overloaded: there is no room for any."""
         if self.num_bytes >= _FULL * self._max_bytes:
             raise _full()
-        held = Held(self)
-        try:
-            yield held
-        finally:
-            self.num_bytes -= held.num_bytes
+        return Held(self)
 
     def grow(self, num_bytes: int, part: float) -> None:
         """Count so many more. Raises Overloaded: then there would be more than this part of what there may be."""
@@ -62,6 +54,12 @@ class Held:
     def __init__(self, memory: Memory) -> None:
         self.num_bytes = 0
         self._memory = memory
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._memory.num_bytes -= self.num_bytes
 
     def grow_body_to(self, num_bytes: int) -> None:
         """Its body, of which nothing is parsed, has so many bytes now. Raises Overloaded: there is no room for them."""

@@ -13,8 +13,7 @@ where a request names none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from common.errors import Overloaded
@@ -25,7 +24,7 @@ from gateway.schema import is_served, model_not_found
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """A model: what it is asked by, and what tokenizes for it."""
+    """A model: what it is asked by, and what tokenizes for it. As a context, it is held for one request more."""
 
     name: str | None  # None: it is the only one, and called as its worker says
     client: SchedulerClient
@@ -37,6 +36,13 @@ class Served:
         if self.name is None and self.client.facts is not None:
             return self.client.facts.name
         return self.name
+
+    def __enter__(self) -> Served:
+        self.num_running += 1
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.num_running -= 1
 
     def readiness(self) -> Readiness:
         readiness = self.client.readiness()
@@ -91,9 +97,8 @@ class Models:
                 return served
         raise model_not_found("model")
 
-    @contextmanager
-    def hold(self, name: object) -> Iterator[Served]:
-        """The model that is meant, for one request more while this lasts.
+    def to_hold(self, name: object) -> Served:
+        """The model that is meant, where it may be held for one request more.
 
         Raises:
             NotFound: model_not_found.
@@ -105,11 +110,7 @@ class Models:
                 "This gateway holds as many requests for this model as it may. Try again a little later.",
                 retry_after_s=1,
             )
-        served.num_running += 1
-        try:
-            yield served
-        finally:
-            served.num_running -= 1
+        return served
 
     def readiness(self) -> Readiness:
         """Of several together: ready where each is. The reason names those that are not."""
