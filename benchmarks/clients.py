@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import multiprocessing
 import re
 import resource
 import ssl
@@ -23,6 +24,7 @@ import threading
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Barrier
@@ -443,7 +445,31 @@ class Clients:
         return plan.target.request(texts, plan.load.encoding, kind)
 
 
-def client_process(plan: Plan, barrier: Barrier, results: Pipe) -> None:
+def run_plans(plans: list[Plan], show: Callable[[list[Pipe]], None] = lambda _: None) -> list[Tally]:
+    """Have a process do each plan, all of them from the same moment on. `show` may look at their pipes meanwhile.
+
+    Raises:
+        LoadError: one of them died, for example since the server refuses connections.
+    """
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(len(plans))
+    children = []
+    for plan in plans:
+        receiver, sender = context.Pipe(duplex=False)
+        children.append((context.Process(target=_client_process, args=(plan, barrier, sender)), receiver))
+        children[-1][0].start()
+        sender.close()
+    try:
+        show([receiver for _, receiver in children])
+        tallies: list[Tally] = [receiver.recv() for _, receiver in children]
+    except EOFError:
+        raise LoadError(f"{plans[0].load.name}: a client process died; its error is above") from None
+    for child, _ in children:
+        child.join()
+    return tallies
+
+
+def _client_process(plan: Plan, barrier: Barrier, results: Pipe) -> None:
     """One process of clients: puts its part of the load on the server, and sends the Tally."""
     import uvloop  # here, since the parent and the tests do without
 

@@ -44,13 +44,13 @@ import base64
 import http.client
 import json
 import math
-import multiprocessing
 import sys
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -61,7 +61,7 @@ import numpy.typing as npt
 from hdrh.histogram import HdrHistogram
 
 from benchmarks.arrivals import Arrivals
-from benchmarks.clients import Goal, Load, LoadError, Plan, Tally, Target, client_process
+from benchmarks.clients import Goal, Load, LoadError, Plan, Tally, Target, run_plans
 from benchmarks.record import origin, write_result
 from benchmarks.report import write_report
 from benchmarks.texts import Corpus, Lines
@@ -120,11 +120,8 @@ def run_load(
         LoadError: a client process died, for example since the server refuses connections.
     """
     num_processes = min(args.processes or -(-load.num_clients // _CLIENTS_PER_PROCESS), load.num_clients)
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(num_processes)
-    children = []
-    for number in range(num_processes):
-        plan = Plan(
+    plans = [
+        Plan(
             load=load,
             target=target,
             corpus=corpus,
@@ -136,17 +133,9 @@ def run_load(
             measured_s=args.seconds,
             due_s=load.arrivals.due_s(args.warm_up, args.seconds, number, num_processes) if load.arrivals else [],
         )
-        receiver, sender = context.Pipe(duplex=False)
-        children.append((context.Process(target=client_process, args=(plan, barrier, sender)), receiver))
-        children[-1][0].start()
-        sender.close()
-    try:
-        _show_progress(load.name, args.warm_up + args.seconds, [receiver for _, receiver in children])
-        tallies: list[Tally] = [receiver.recv() for _, receiver in children]
-    except EOFError:
-        raise LoadError(f"{load.name}: a client process died; its error is above") from None
-    for child, _ in children:
-        child.join()
+        for number in range(num_processes)
+    ]
+    tallies = run_plans(plans, partial(_show_progress, load.name, args.warm_up + args.seconds))
     corpus.next_index = max(tally.next_index for tally in tallies)
     return summarize(tallies, load)
 

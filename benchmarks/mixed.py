@@ -6,14 +6,16 @@ Three phases take turns, several rounds of them: queries alone, backfill alone, 
 timetable (Poisson, `--rate` a second, one short text each), whether or not earlier ones were answered, and a query's
 latency is from when it was due: a server that stands still does not hide it. The backfill is `--backfill-clients`
 connections, each with one request of `--texts-per-request` documents on its way, in the lane `--lane` (`online` shows
-what the lane is good for). What was answered within a phase counts; choose requests that take a small part of one.
+what the lane is good for). Of queries what was due within a phase counts, of the backfill what was answered; choose
+requests that take a small part of one.
 
 The promises, on one H200 with a model of Qwen3-0.6B's shape: p99 of queries at most 10 ms at 200 a second, with
 backfill at 80 % of its own peak; on a CPU with all-MiniLM-L6-v2: p99 at most twice that of queries alone, or one
 backfill step more, and backfill at 85 % of what it does alone less the queries' share, which is what they took of the
 tokens.
 
-The client is one process with aiohttp; its own part of a query's latency is some 0.3 ms, in all phases.
+The two loads come from two processes (`clients.py`), so that a query does not wait in its own client while a body of
+thousands of tokens is put together. "late ms" is by how much the queries' was late with the 99th of a hundred.
 
 Prints a table; the last line is one JSON object, of which `report.py` makes plots.
 """
@@ -21,120 +23,103 @@ Prints a table; the last line is one JSON object, of which `report.py` makes plo
 from __future__ import annotations
 
 import argparse
-import asyncio
-import random
 import sys
 import time
-from dataclasses import dataclass, field
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 
-from benchmarks.clients import Target
+from benchmarks.arrivals import Arrivals
+from benchmarks.clients import Load, Plan, Tally, Target, run_plans
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus
 
 _PERCENTS = (*range(0, 100, 5), 99, 99.9)
+_MOST_QUERIES = 64  # on their way at once
 
-PHASES = ("queries", "backfill", "both")
+PHASES = {"queries": ("queries",), "backfill": ("backfill",), "both": ("queries", "backfill")}  # their loads
 
 
 @dataclass(slots=True)
-class Phase:
-    """What one kind of phase came to, over all rounds."""
+class Seen:
+    """What came of one of the loads in one kind of phase, over all rounds."""
 
     seconds: float = 0.0
-    latencies_ms: list[float] = field(default_factory=list)  # of queries
-    query_tokens: int = 0
-    backfill_tokens: int = 0
-    errors: int = 0
+    latencies_s: array[float] = field(default_factory=lambda: array("d"))
+    late_s: array[float] = field(default_factory=lambda: array("d"))
+    num_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
 
-    def percentile(self, percent: float) -> float:
-        return float(np.percentile(self.latencies_ms, percent)) if self.latencies_ms else float("nan")
+    def add(self, tally: Tally) -> None:
+        self.seconds += tally.measured_s
+        self.latencies_s += tally.latencies_s
+        self.late_s += tally.late_s
+        self.num_tokens += tally.num_tokens
+        self.errors += tally.errors
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    def percentile_ms(self, percent: float) -> float:
+        return _percentile_ms(self.latencies_s, percent)
+
+
+def _percentile_ms(times_s: array[float], percent: float) -> float:
+    return float(np.percentile(times_s, percent)) * 1e3 if times_s else float("nan")
 
 
 class Loads:
-    """The two loads, on one event loop."""
-
-    def __init__(
-        self, args: argparse.Namespace, target: Target, corpus: Corpus, session: aiohttp.ClientSession
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, target: Target, corpus: Corpus) -> None:
         self._args = args
         self._target = target
         self._corpus = corpus
-        self._session = session
-        self._url = f"http://{target.host}:{target.port}{target.path}"
-        self._random = random.Random(args.seed)
+        self._seeds = np.random.default_rng(args.seed)
 
-    async def run(self, name: str, phase: Phase) -> None:
-        begin = time.perf_counter()
-        end = begin + self._args.seconds
-        async with asyncio.TaskGroup() as tasks:
-            if name != "backfill":
-                tasks.create_task(self._queries(phase, begin, end))
-            if name != "queries":
-                for _ in range(self._args.backfill_clients):
-                    tasks.create_task(self._backfill(phase, end))
-        phase.seconds += self._args.seconds
+    def run(self, names: tuple[str, ...]) -> dict[str, Tally]:
+        """Put the loads of these names on the server at once, for one phase."""
+        plans = [self._plan(name, number, len(names)) for number, name in enumerate(names)]
+        tallies = run_plans(plans)
+        self._corpus.next_index = max(tally.next_index for tally in tallies)
+        return dict(zip(names, tallies, strict=True))
 
-    async def _queries(self, phase: Phase, begin: float, end: float) -> None:
-        due = begin
-        async with asyncio.TaskGroup() as tasks:
-            while (due := due + self._random.expovariate(self._args.rate)) < end:
-                await asyncio.sleep(due - time.perf_counter())
-                tasks.create_task(self._query(phase, due))
-
-    async def _query(self, phase: Phase, due: float) -> None:
-        body = self._body(1, self._args.query_tokens, "online")
-        num_tokens = await self._post(body)
-        if num_tokens is None:
-            phase.errors += 1
+    def _plan(self, name: str, number: int, count: int) -> Plan:
+        args, target = self._args, self._target
+        if name == "queries":
+            arrivals = Arrivals("poisson", args.rate, seed=int(self._seeds.integers(1 << 30)))
+            load = Load(name, _MOST_QUERIES, "query", arrivals=arrivals)
+            lane, num_tokens = "online", args.query_tokens
         else:
-            phase.latencies_ms.append((time.perf_counter() - due) * 1e3)
-            phase.query_tokens += num_tokens
-
-    async def _backfill(self, phase: Phase, end: float) -> None:
-        while time.perf_counter() < end:
-            num_tokens = await self._post(
-                self._body(self._args.texts_per_request, self._args.document_tokens, self._args.lane)
-            )
-            if num_tokens is None:
-                phase.errors += 1
-                await asyncio.sleep(0.1)
-            elif time.perf_counter() < end:
-                phase.backfill_tokens += num_tokens
-
-    def _body(self, num_texts: int, num_tokens: int, lane: str) -> bytes:
-        num_words = self._target.num_words(num_tokens)
-        first = self._corpus.next_index
-        self._corpus.next_index += num_texts
-        texts = [self._corpus.text(first + index, num_words) for index in range(num_texts)]
-        return self._target.body(texts, "base64")[:-1] + b',"lane":"%b"}' % lane.encode()
-
-    async def _post(self, body: bytes) -> int | None:
-        """The tokens that were run; None for an error."""
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self._session.post(self._url, data=body, headers=headers) as answer:
-                content = await answer.read()
-        except aiohttp.ClientError:
-            return None
-        if answer.status != 200:
-            return None
-        return int(content.rpartition(b'"prompt_tokens":')[2].partition(b",")[0])
+            arrivals = None
+            load = Load(name, args.backfill_clients, "document", args.texts_per_request)
+            lane, num_tokens = args.lane, args.document_tokens
+        return Plan(
+            load=load,
+            target=replace(target, fields={"lane": lane}),
+            corpus=self._corpus,
+            num_words={load.kind: target.num_words(num_tokens)},
+            num_clients=load.num_clients,
+            first_index=self._corpus.next_index + number,
+            stride=count,
+            warm_up_s=args.warm_up,
+            measured_s=args.seconds,
+            due_s=arrivals.due_s(args.warm_up, args.seconds) if arrivals else [],
+        )
 
 
-async def measure(args: argparse.Namespace, target: Target, corpus: Corpus) -> dict[str, Phase]:
-    phases = {name: Phase() for name in PHASES}
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        loads = Loads(args, target, corpus, session)
-        await loads.run("both", Phase())  # warms up: graphs, connections, step times
-        for _ in range(args.rounds):
-            for name in PHASES:
-                await loads.run(name, phases[name])
-                await asyncio.sleep(args.pause)
+def measure(args: argparse.Namespace, target: Target, corpus: Corpus) -> dict[str, dict[str, Seen]]:
+    """What was seen of each load, by phase."""
+    phases = {phase: {name: Seen() for name in names} for phase, names in PHASES.items()}
+    loads = Loads(args, target, corpus)
+    loads.run(PHASES["both"])  # warms up: graphs, step times
+    for _ in range(args.rounds):
+        for phase, names in PHASES.items():
+            time.sleep(args.pause)
+            for name, tally in loads.run(names).items():
+                phases[phase][name].add(tally)
     return phases
 
 
@@ -142,29 +127,32 @@ def main() -> int:
     args = _parse_arguments()
     corpus = Corpus.read(args.texts)
     target = Target.find(args.url, args.model, corpus)
-    phases = asyncio.run(measure(args, target, corpus))
+    phases = measure(args, target, corpus)
     print(f"{target.model} at {args.url}: {args.rate:g} queries a second; backfill in the lane {args.lane}\n")
-    print(f"{'':<12}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{'queries/s':>12}{'backfill tokens/s':>20}{'errors':>8}")
+    print(
+        f"{'':<12}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{'late ms':>10}{'queries/s':>12}{'backfill tokens/s':>20}"
+    )
     rows = {}
-    for name, phase in phases.items():
+    for phase, loads in phases.items():
+        queries, backfill = loads.get("queries", Seen()), loads.get("backfill", Seen())
         row = {
-            "p50_ms": phase.percentile(50),
-            "p90_ms": phase.percentile(90),
-            "p99_ms": phase.percentile(99),
-            "queries_per_s": len(phase.latencies_ms) / phase.seconds,
-            "backfill_tokens_per_s": phase.backfill_tokens / phase.seconds,
-            "errors": phase.errors,
-            "quantiles_ms": [(percent, phase.percentile(percent)) for percent in _PERCENTS if phase.latencies_ms],
+            "p50_ms": queries.percentile_ms(50),
+            "p90_ms": queries.percentile_ms(90),
+            "p99_ms": queries.percentile_ms(99),
+            "late_p99_ms": _percentile_ms(queries.late_s, 99),
+            "queries_per_s": len(queries.latencies_s) / queries.seconds if queries.seconds else 0.0,
+            "backfill_tokens_per_s": backfill.tokens_per_s,
+            "errors": {name: dict(seen.errors) for name, seen in loads.items() if seen.errors},
+            "quantiles_ms": [(percent, queries.percentile_ms(percent)) for percent in _PERCENTS if queries.latencies_s],
         }
-        rows[name] = row
+        rows[phase] = row
         print(
-            f"{name:<12}{row['p50_ms']:>10.2f}{row['p90_ms']:>10.2f}{row['p99_ms']:>10.2f}{row['queries_per_s']:>12.1f}"
-            f"{row['backfill_tokens_per_s']:>20,.0f}{phase.errors:>8}"
+            f"{phase:<12}{row['p50_ms']:>10.2f}{row['p90_ms']:>10.2f}{row['p99_ms']:>10.2f}{row['late_p99_ms']:>10.2f}"
+            f"{row['queries_per_s']:>12.1f}{row['backfill_tokens_per_s']:>20,.0f}  {row['errors'] or ''}"
         )
-    both, alone = phases["both"], phases["backfill"]
-    kept = both.backfill_tokens / max(alone.backfill_tokens, 1)
-    share = both.query_tokens / max(alone.backfill_tokens, 1)
-    times = both.percentile(99) / phases["queries"].percentile(99)
+    alone, both = phases["backfill"]["backfill"].tokens_per_s, phases["both"]
+    kept, share = both["backfill"].tokens_per_s / alone, both["queries"].tokens_per_s / alone
+    times = both["queries"].percentile_ms(99) / phases["queries"]["queries"].percentile_ms(99)
     print(f"\nbeside queries, backfill keeps {kept:.1%} of what it does alone (queries are worth {share:.1%} of that);")
     print(f"beside backfill, the p99 of queries is {times:.2f} times what it is alone")
     result = {
@@ -191,9 +179,10 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--texts-per-request", type=int, default=16, help="documents of a request [%(default)s]")
     parser.add_argument("--document-tokens", type=int, default=150, help="about so many a document [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="of the three phases [%(default)s]")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a phase [%(default)s]")
-    parser.add_argument("--pause", type=float, default=1.5, help="seconds between phases [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="of the timetable [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a phase, after --warm-up [%(default)s]")
+    parser.add_argument("--warm-up", type=float, default=1.0, help="seconds of a phase that do not count [%(default)s]")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between phases [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="of the timetables [%(default)s]")
     parser.add_argument("--output", type=Path, help="file for the result and where it comes from, as JSON")
     return parser.parse_args()
 

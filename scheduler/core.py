@@ -54,7 +54,6 @@ from scheduler.admission import RECOVERY_NS, Admission, no_capacity
 from scheduler.batching import MAX_LOSSES, SHARES, BatchQueue, Part, Pending, Shares
 from scheduler.fleet import (
     MISSING_NS,
-    TYPICAL_LENGTH,
     BadResult,
     Fleet,
     InFlight,
@@ -64,7 +63,7 @@ from scheduler.fleet import (
     without,
 )
 from scheduler.quarantine import Quarantine
-from scheduler.steptime import StepTime
+from scheduler.stepsize import StepSizes
 
 logger = logging.getLogger(__name__)
 
@@ -84,18 +83,13 @@ _STALLED_NS = 10_000_000_000
 # Below this a late tick is the ordinary jitter of a busy machine.
 _LAG_NS = 500_000_000
 
-# Somebody came in a lane within so long: more may come.
-_PRESENT_NS = 1_000_000_000
+# Somebody came in a lane within so long: more may come. (Of queries that come five a second one in a hundred comes
+# after a second without any, and in 20,000 one after two.)
+_PRESENT_NS = 2_000_000_000
 
-# While lanes above are in use, work of the ones below runs in steps of the smallest of these parts of a full one's
-# tokens that still does most of its work a millisecond. Where reading the weights is much of a step, as on a CPU, a
-# third of one does half of its work, and who waits for the backfill pays more than who came online gains. No part is
-# less than a lane's share of the time, of which it gets so much in steps that others fill up.
-_PARTS_OF_STEP = (3, 2, 1.5)
-_LEAST_RATE = 0.82
-# Nor does a small step take less than this: two batches in a worker's hands cover the way to it and back only if one
-# takes as long.
-_LEAST_STEP_MS = 1.5
+# No small step leaves a lane less than so many times its share of the time: that is what it gets of steps that others
+# fill up.
+_MORE_THAN_SHARE = 1.25
 
 _DEFAULT_PIECE_TOKENS = 1024  # until a worker has told its own budget
 
@@ -167,6 +161,7 @@ class Scheduler:
         self._admission = Admission(max_queue_ms)
         self._queue = BatchQueue()
         self._shares = Shares()
+        self._step_sizes = StepSizes()
         self._arrived_ns = dict.fromkeys(LANES, now_ns - _PRESENT_NS)  # when something last came, by lane
         self._last_tenant = 0  # of those who came online
         self._mixed_ns = now_ns - _PRESENT_NS  # when another one than before came
@@ -749,6 +744,7 @@ class Scheduler:
         budgets = self._budgets(worker, now_ns)
         costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or math.inf for lane in SHARES}
         parts = self._queue.next_batch(budgets, most_rows, self._shares.first(costs_ms))
+        self._step_sizes.note(parts)
         if parts and (ms := self._fleet.step_ms(worker, sum(part.num_tokens for part in parts))) is not None:
             self._shares.note(parts, ms, waiting, costs_ms)
         return parts
@@ -777,8 +773,10 @@ class Scheduler:
         most = small = self._fleet.most_tokens(worker)
         online, score = self._is_present("online", now_ns), self._is_present("score", now_ns)
         if online or score:
-            small = _small_step(worker.step_time, most, self._queue.mean_length(SHARES))
-        return {"online": most, "score": small if online else most, "backfill": small}
+            mean_length, num_online = self._queue.mean_length(SHARES), self._queue.tokens_in("online")
+            small = self._step_sizes.small(worker.step_time, most, mean_length, num_online)
+        parts = {lane: max(small, round(_MORE_THAN_SHARE * share * most)) for lane, share in SHARES.items()}
+        return {"online": most, "score": parts["score"] if online else most, "backfill": parts["backfill"]}
 
     def _is_present(self, lane: str, now_ns: int) -> bool:
         """Whether anybody waits there, or came a moment ago, so that others may come."""
@@ -833,24 +831,6 @@ def _may_have_run(worker: Worker, batch: InFlight, reason: str) -> bool:
     if reason in {"desynchronized", "reconnected"} or batch.batch_id in worker.undelivered:
         return False
     return reason == "bad_result" or not worker.is_empty_handed
-
-
-def _small_step(step_time: StepTime, most: int, mean_length: float) -> int:
-    """The tokens that a small step of a worker whose full one has `most` may have: these, as long as nothing is known.
-
-    What counts is the rate of what runs, of sequences of `mean_length` tokens that are not cut: half of one is left
-    over at the end of a step, and of a small one that is more.
-    """
-    full = max(most - mean_length / 2, min(mean_length, most))
-    full_ms = step_time.predict_ms(round(full), TYPICAL_LENGTH)
-    if full_ms is None:
-        return most
-    for part in _PARTS_OF_STEP:
-        small = max(most / part - mean_length / 2, min(mean_length, most))
-        small_ms = step_time.predict_ms(round(small), TYPICAL_LENGTH)
-        if small_ms is not None and small_ms >= _LEAST_STEP_MS and small * full_ms >= _LEAST_RATE * full * small_ms:
-            return max(1, round(most / part))
-    return most
 
 
 def version_refusal(version: int) -> Refuse:

@@ -38,10 +38,9 @@ from common.protocol import (
     sparse_bytes,
 )
 from scheduler.batching import Part
-from scheduler.steptime import StepTime
+from scheduler.steptime import TYPICAL_LENGTH, StepTime
 
 _CREDITS = 2
-TYPICAL_LENGTH = 256  # tokens of the longest sequence, where a prediction is of a batch that is not formed yet
 SUSPECT_NS = 1_000_000_000  # silent for so long: no new work
 LOST_NS = 2_000_000_000  # silent for so long: lost
 

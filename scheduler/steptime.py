@@ -22,6 +22,8 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+TYPICAL_LENGTH = 256  # tokens of the longest sequence, where a prediction is of a batch that is not formed yet
+
 # A smoothed mean follows a change within some ten steps, and one step does not sway it.
 _SMOOTHING = 0.1
 

@@ -1,0 +1,70 @@
+"""How large a step may be that work of the lower lanes is in, while lanes above are in use. Pure: no clock.
+
+Who comes online waits for the step that runs, and for all of the one that he is in. So the lanes below get small steps
+while he may come, and smaller ones still where he is there, down to none beside him. What it costs them is bounded: a
+step without him does nine tenths of a full one's work a millisecond, and all of them together, by how often he has been
+there lately, four fifths. Where reading the weights is much of a step, as on a CPU, small ones do little work; there a
+step with him alone takes least, as long as he comes now and then. Where he is always there, most steps are shared, and
+so large.
+
+Rejected: one size for both (with queries five times a second on a CPU they took a quarter longer, and the backfill kept
+78 % for 86); a fixed part of a full step, since what is right depends on the machine, the model and the lengths.
+"""
+
+from __future__ import annotations
+
+from scheduler.batching import Part
+from scheduler.steptime import TYPICAL_LENGTH, StepTime
+
+_PARTS = (6, 4, 3, 2, 1.5)  # of a full step's tokens
+_LEAST_RATE, _LEAST_RATE_OF_ALL = 0.9, 0.8
+
+# Nor does a step without anybody who came online take less than this: two batches in a worker's hands cover the way to
+# it and back only if one takes as long.
+_LEAST_MS = 1.5
+
+_SMOOTHING = 0.05  # a mean of the last twenty steps or so
+
+
+class StepSizes:
+    def __init__(self) -> None:
+        self._shared = 0.0  # the part of the steps, lately, that somebody who came online was in
+
+    def note(self, parts: list[Part]) -> None:
+        """A step was formed of these, while work of the lanes below waited."""
+        is_shared = any(part.pending.request.lane == "online" for part in parts)
+        self._shared += _SMOOTHING * (is_shared - self._shared)
+
+    def small(self, step_time: StepTime, most: int, mean_length: float, num_online: int) -> int:
+        """The tokens up to which lanes below may fill a step whose full one has `most`: these, where nothing is known.
+
+        Args:
+            mean_length: tokens of a sequence of theirs. They are not cut, so more is left over of a small step.
+            num_online: tokens that come first, of whoever came online and waits.
+        """
+
+        def filled(num_tokens: float) -> float:
+            return max(num_tokens // mean_length, 1) * mean_length
+
+        def ms(num_tokens: float) -> float:
+            return step_time.predict_ms(round(num_tokens), TYPICAL_LENGTH) or 0.0
+
+        full_ms = ms(filled(most)) if mean_length else 0.0
+        if not full_ms:
+            return most
+        rate = filled(most) / full_ms
+        sizes = [round(most / part) for part in _PARTS]
+        alone = next(
+            (size for size in sizes if _LEAST_MS <= ms(filled(size)) <= filled(size) / (_LEAST_RATE * rate)), most
+        )
+        if not 0 < num_online < alone:
+            return alone
+
+        def rate_of_all(size: int) -> float:
+            """Of all steps, were those that are shared filled up to so many tokens."""
+            often, beside = self._shared, max(size - num_online, 0) // mean_length * mean_length
+            took_ms = (1 - often) * ms(filled(alone)) + often * ms(num_online + beside)
+            return ((1 - often) * filled(alone) + often * beside) / took_ms
+
+        sizes = [num_online, *sizes]
+        return min(alone, next((size for size in sizes if rate_of_all(size) >= _LEAST_RATE_OF_ALL * rate), alone))

@@ -1,0 +1,90 @@
+"""Small steps cost the lanes below no more than they may, and take who comes online no longer than they must."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.batching import Part, Pending
+from scheduler.stepsize import StepSizes
+from scheduler.steptime import StepTime
+from tests.scheduler.test_core import make_request
+
+MOST = 512
+
+
+def learned(fixed_ms: float, token_ms: float) -> StepTime:
+    step_time = StepTime()
+    for num_tokens in range(16, MOST + 1, 16):
+        for _ in range(5):
+            step_time.observe(num_tokens, 100, int((fixed_ms + token_ms * num_tokens) * 1000))
+    return step_time
+
+
+def part_in(lane: str) -> Part:
+    return Part(Pending(b"g", make_request(1, [1, 2], lane=lane), 1, 0, 1), 0, 1)
+
+
+def seen(*, shared: float) -> StepSizes:
+    """After many steps, such a part of which somebody who came online was in."""
+    sizes = StepSizes()
+    for number in range(400):
+        is_shared = int((number + 1) * shared) > int(number * shared)
+        sizes.note([part_in("online"), part_in("backfill")] if is_shared else [part_in("backfill")])
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("fixed_ms", "token_ms", "mean_length", "small"),
+    [
+        pytest.param(0, 0.17, 4, 85, id="a sixth, where a token costs the same in any step"),
+        pytest.param(10, 0.17, 100, 341, id="where one sequence would do 0.7 and two 0.86 of the work, three of them"),
+        pytest.param(10, 0.17, 4, 256, id="half, where a third would do 0.84"),
+        pytest.param(200, 0.17, 100, 512, id="all, where most of a step is its start"),
+        pytest.param(0, 0.005, 4, 341, id="no shorter than a batch takes to a worker and back"),
+        pytest.param(0, 0.17, 1000, 85, id="a sixth, where any sequence is a step"),
+    ],
+)
+def test_a_step_without_who_comes_online_is_as_small_as_is_worth_its_start(
+    fixed_ms: float, token_ms: float, mean_length: float, small: int
+) -> None:
+    assert StepSizes().small(learned(fixed_ms, token_ms), MOST, mean_length, 0) == small
+
+
+@pytest.mark.parametrize(
+    ("shared", "small"),
+    [
+        pytest.param(0.05, 20, id="alone, where he comes now and then"),
+        pytest.param(0.45, 171, id="beside one sequence, where he comes more often"),
+        pytest.param(1.0, 341, id="beside two, where he always comes"),
+    ],
+)
+def test_the_more_steps_somebody_who_came_online_is_in_the_more_runs_beside_him(shared: float, small: int) -> None:
+    found = seen(shared=shared).small(learned(10, 0.1), MOST, 150, 20)
+    assert found == pytest.approx(small, abs=1)
+
+
+def test_lanes_below_keep_four_fifths_of_their_rate_however_often_he_comes() -> None:
+    step_time = learned(10, 0.17)
+    full_rate = 500 / (10 + 0.17 * 500)
+    for shared in (0.02, 0.1, 0.2, 0.4):
+        sizes = seen(shared=shared)
+        alone, beside = (sizes.small(step_time, MOST, 100, num_online) for num_online in (0, 20))
+        tokens = (1 - shared) * (alone // 100 * 100) + shared * ((beside - 20) // 100 * 100)
+        took_ms = 10 + 0.17 * (tokens + shared * 20)
+        assert tokens / took_ms >= 0.79 * full_rate
+
+
+def test_nothing_is_a_small_step_while_nothing_is_known() -> None:
+    assert StepSizes().small(StepTime(), MOST, 100, 0) == MOST
+    assert StepSizes().small(StepTime(), MOST, 100, 20) == MOST
+
+
+def test_steps_of_documents_are_small_though_queries_alone_have_run_in_small_ones() -> None:
+    step_time = StepTime()
+    for _ in range(5):
+        step_time.observe(20, 20, 960)
+        step_time.observe(4030, 400, 6500)
+    assert StepSizes().small(step_time, 4096, 310, 0) == 2731
+    for _ in range(5):
+        step_time.observe(1900, 400, 3130)
+    assert StepSizes().small(step_time, 4096, 310, 0) == 2048
