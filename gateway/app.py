@@ -269,6 +269,8 @@ class Gateway:
                     "request %s failed: %s", call.request_id, error, exc_info=error.__cause__
                 )
             response = self._refusal(call, error)
+            # Its frames hold the future that holds it, and a body: free now, not when garbage is looked for.
+            error.__traceback__ = None
         except asyncio.CancelledError:
             # The connection is gone, and with it whoever would read an answer.
             self._metrics.clients_gone.inc()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -79,6 +80,10 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, hangup.set)
     renewing = asyncio.create_task(_renew(config, keys, hangup))
     await gateway.start(sock)
+    # Nothing of what there is now becomes garbage, and requests leave next to none: to look for it as often as usual
+    # took 4 % of a gateway's time (2026-11-30).
+    gc.freeze()
+    gc.set_threshold(10_000)
     logger.info("listening on %s port %d", *sock.getsockname()[:2])
     on_ready()
     await stop.wait()

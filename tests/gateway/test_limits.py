@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import json
 import re
 import resource
 from collections.abc import Callable, Iterator
@@ -226,6 +228,31 @@ async def test_from_85_percent_answers_close_and_from_95_nothing_new_is_let_in(s
         health = await answer_to(running.port, request_bytes("GET", "/health"))
         assert told(health) == (200, None, True)
     assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY))) == (200, None, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("w1 " * 2, id="answered"),
+        pytest.param("w1 " * 100, id="too long for a query"),
+        pytest.param("w1 " * 200, id="too long, tokenized with others"),
+        pytest.param("w1 " * 2000, id="too long, tokenized in parts"),
+    ],
+)
+async def test_what_a_request_held_is_free_when_it_is_answered_and_not_garbage(serve: Serve, text: str) -> None:
+    running = await serve()
+    wire = await Wire.connect(running.port)
+    sent = request_bytes("POST", PATH, json.dumps({"input": text, "truncate": False}).encode())
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(100):
+            await wire.send(sent)
+            await wire.answer()
+        assert gc.collect() < 50
+    finally:
+        gc.enable()
+        await wire.close()
 
 
 def test_a_request_that_is_larger_than_all_is_let_in_alone() -> None:
