@@ -23,6 +23,7 @@ Prints a table; the last line is one JSON object, of which `report.py` makes plo
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from array import array
@@ -33,7 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.arrivals import Arrivals
-from benchmarks.clients import Load, Plan, Tally, Target, run_plans
+from benchmarks.clients import Load, LoadError, Plan, Tally, Target, run_plans
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus
 
@@ -127,7 +128,11 @@ def main() -> int:
     args = _parse_arguments()
     corpus = Corpus.read(args.texts)
     target = Target.find(args.url, args.model, corpus)
-    phases = measure(args, target, corpus)
+    try:
+        phases = measure(args, target, corpus)
+    except LoadError as error:
+        print(error, file=sys.stderr)
+        return 1
     print(f"{target.model} at {args.url}: {args.rate:g} queries a second; backfill in the lane {args.lane}\n")
     print(
         f"{'':<12}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{'late ms':>10}{'queries/s':>12}{'backfill tokens/s':>20}"
@@ -151,7 +156,7 @@ def main() -> int:
             f"{row['queries_per_s']:>12.1f}{row['backfill_tokens_per_s']:>20,.0f}  {row['errors'] or ''}"
         )
     alone, both = phases["backfill"]["backfill"].tokens_per_s, phases["both"]
-    kept, share = both["backfill"].tokens_per_s / alone, both["queries"].tokens_per_s / alone
+    kept, share = (both[name].tokens_per_s / (alone or math.nan) for name in ("backfill", "queries"))
     times = both["queries"].percentile_ms(99) / phases["queries"]["queries"].percentile_ms(99)
     print(f"\nbeside queries, backfill keeps {kept:.1%} of what it does alone (queries are worth {share:.1%} of that);")
     print(f"beside backfill, the p99 of queries is {times:.2f} times what it is alone")

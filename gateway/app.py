@@ -414,7 +414,7 @@ class Gateway:
                     raise
                 # The scheduler answers a request as a whole: the others run again, which is rare and costs their key
                 # nothing more.
-                encoded.drop({sequence: error})
+                encoded.drop({sequence: error.with_traceback(None)})
                 num_reruns += 1
         num_tokens = sum(map(len, encoded.sequences))
         self._count_inputs(len(encoded.sequences), num_tokens)

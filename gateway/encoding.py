@@ -303,7 +303,7 @@ class Encoder:
         texts, prompt = request.inputs.texts, request.prompt
         if len(texts) != 1 or len(prompt) + len(texts[0]) > _QUERY_CHARS or request.partial:
             return None
-        if prompt and not model.facts.include_prompt:
+        if prompt and not (model.facts.include_prompt or request.by_token):
             return None
         sequences = model.tokenizer.encode([prompt + texts[0]], request.truncation, request.inputs.name)
         _check_num_tokens(1, len(sequences[0]), max_tokens, request.inputs.list_name)
@@ -571,7 +571,7 @@ def _encode_part(model: Model, request: EmbeddingRequest, start: int, stop: int)
         try:
             encoded += encode(index, index + 1)
         except InvalidRequest as error:
-            encoded.append(error)
+            encoded.append(error.with_traceback(None))  # whose frames hold this list, and so all that is asked
     return encoded
 
 

@@ -375,7 +375,7 @@ def _good_ones(
         try:
             good.append(check(value, name_of(place)))
         except InvalidRequest as error:
-            failures[place] = error
+            failures[place] = error.with_traceback(None)  # whose frames hold this dict, and so the body
         else:
             places.append(place)
     if not good:

@@ -87,10 +87,6 @@ _LAG_NS = 500_000_000
 # after a second without any, and in 20,000 one after two.)
 _PRESENT_NS = 2_000_000_000
 
-# No small step leaves a lane less than so many times its share of the time: that is what it gets of steps that others
-# fill up.
-_MORE_THAN_SHARE = 1.25
-
 _DEFAULT_PIECE_TOKENS = 1024  # until a worker has told its own budget
 
 
@@ -741,12 +737,16 @@ class Scheduler:
         if waiting == ["online"]:  # as mostly: nobody has to be asked what would be left for whom
             self._shares.clear()
             return self._queue.next_batch(self._fleet.most_tokens(worker), most_rows)
-        budgets = self._budgets(worker, now_ns)
-        costs_ms = {lane: self._fleet.step_ms(worker, budgets[lane]) or math.inf for lane in SHARES}
-        parts = self._queue.next_batch(budgets, most_rows, self._shares.first(costs_ms))
-        self._step_sizes.note(parts)
-        if parts and (ms := self._fleet.step_ms(worker, sum(part.num_tokens for part in parts))) is not None:
-            self._shares.note(parts, ms, waiting, costs_ms)
+        budgets, own = self._budgets(worker, now_ns)
+        costs_ms = {lane: self._fleet.step_ms(worker, own[lane]) or math.inf for lane in SHARES}
+        first = self._shares.first(costs_ms)
+        if first in own:
+            budgets[first] = own[first]
+        parts = self._queue.next_batch(budgets, most_rows, first)
+        if parts:
+            self._step_sizes.note(parts)
+            if (ms := self._fleet.step_ms(worker, sum(part.num_tokens for part in parts))) is not None:
+                self._shares.note(parts, ms, waiting, costs_ms)
         return parts
 
     def _expire(self, begin_ns: int) -> None:
@@ -768,15 +768,21 @@ class Scheduler:
         )
         return self._fleet.free_worker(now_ns, late=late)
 
-    def _budgets(self, worker: Worker, now_ns: int) -> dict[str, int]:
-        """The tokens of a step that work of each lane may be part of."""
-        most = small = self._fleet.most_tokens(worker)
+    def _budgets(self, worker: Worker, now_ns: int) -> tuple[dict[str, int], dict[str, int]]:
+        """The tokens of a step that work of each lane may be part of; of those below, also where it comes first.
+
+        That is no less than its share of a step, since it gets no more of one that others fill up.
+        """
+        most = self._fleet.most_tokens(worker)
         online, score = self._is_present("online", now_ns), self._is_present("score", now_ns)
-        if online or score:
-            mean_length, num_online = self._queue.mean_length(SHARES), self._queue.tokens_in("online")
-            small = self._step_sizes.small(worker.step_time, most, mean_length, num_online)
-        parts = {lane: max(small, round(_MORE_THAN_SHARE * share * most)) for lane, share in SHARES.items()}
-        return {"online": most, "score": parts["score"] if online else most, "backfill": parts["backfill"]}
+        if not (online or score):
+            return dict.fromkeys(LANES, most), dict.fromkeys(SHARES, most)
+        mean_length, num_online = self._queue.mean_length(SHARES), self._queue.tokens_in("online")
+        small = self._step_sizes.small(worker.step_time, most, mean_length, num_online)
+        budgets = {"online": most, "score": small.beside if online else most, "backfill": small.beside}
+        # A sequence more, since what does not fit is not cut.
+        shares = {lane: round(share * most + self._queue.mean_length((lane,))) for lane, share in SHARES.items()}
+        return budgets, {lane: min(most, max(small.alone, shares[lane])) for lane in SHARES}
 
     def _is_present(self, lane: str, now_ns: int) -> bool:
         """Whether anybody waits there, or came a moment ago, so that others may come."""

@@ -13,17 +13,27 @@ Rejected: one size for both (with queries five times a second on a CPU they took
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from scheduler.batching import Part
 from scheduler.steptime import TYPICAL_LENGTH, StepTime
 
 _PARTS = (6, 4, 3, 2, 1.5)  # of a full step's tokens
 _LEAST_RATE, _LEAST_RATE_OF_ALL = 0.9, 0.8
 
-# Nor does a step without anybody who came online take less than this: two batches in a worker's hands cover the way to
-# it and back only if one takes as long.
+# Nor does a small step take less than this: two batches in a worker's hands cover the way to it and back only if one
+# takes as long.
 _LEAST_MS = 1.5
 
 _SMOOTHING = 0.05  # a mean of the last twenty steps or so
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tokens up to which work of the lanes below may fill a step."""
+
+    alone: int  # that nobody who came online is in
+    beside: int  # that those are in who wait now
 
 
 class StepSizes:
@@ -35,11 +45,11 @@ class StepSizes:
         is_shared = any(part.pending.request.lane == "online" for part in parts)
         self._shared += _SMOOTHING * (is_shared - self._shared)
 
-    def small(self, step_time: StepTime, most: int, mean_length: float, num_online: int) -> int:
-        """The tokens up to which lanes below may fill a step whose full one has `most`: these, where nothing is known.
+    def small(self, step_time: StepTime, most: int, mean_length: float, num_online: int) -> Sizes:
+        """Small steps of a worker whose full one has `most` tokens: full ones, as long as nothing is known of it.
 
         Args:
-            mean_length: tokens of a sequence of theirs. They are not cut, so more is left over of a small step.
+            mean_length: tokens of a sequence of those lanes. They are not cut, so more is left over of a small step.
             num_online: tokens that come first, of whoever came online and waits.
         """
 
@@ -51,20 +61,23 @@ class StepSizes:
 
         full_ms = ms(filled(most)) if mean_length else 0.0
         if not full_ms:
-            return most
+            return Sizes(most, most)
         rate = filled(most) / full_ms
-        sizes = [round(most / part) for part in _PARTS]
-        alone = next(
-            (size for size in sizes if _LEAST_MS <= ms(filled(size)) <= filled(size) / (_LEAST_RATE * rate)), most
-        )
-        if not 0 < num_online < alone:
-            return alone
+        parts = [max(1, round(most / part)) for part in _PARTS]
+        least = _LEAST_RATE * rate
+        alone = next((size for size in parts if _LEAST_MS <= ms(filled(size)) <= filled(size) / least), most)
+        if not num_online:
+            return Sizes(alone, alone)
+        # He waits for no more beside him than a step without him has.
+        largest = min(most, max(alone, num_online + round(filled(alone))))
 
-        def rate_of_all(size: int) -> float:
-            """Of all steps, were those that are shared filled up to so many tokens."""
+        def does(size: int) -> bool:
+            """Whether shared steps, filled up to so many tokens, leave the lanes below their part of the rate."""
             often, beside = self._shared, max(size - num_online, 0) // mean_length * mean_length
-            took_ms = (1 - often) * ms(filled(alone)) + often * ms(num_online + beside)
-            return ((1 - often) * filled(alone) + often * beside) / took_ms
+            shared_ms = ms(num_online + beside)
+            took_ms = (1 - often) * ms(filled(alone)) + often * shared_ms
+            num_tokens = (1 - often) * filled(alone) + often * beside
+            return shared_ms >= _LEAST_MS and num_tokens >= _LEAST_RATE_OF_ALL * rate * took_ms
 
-        sizes = [num_online, *sizes]
-        return min(alone, next((size for size in sizes if rate_of_all(size) >= _LEAST_RATE_OF_ALL * rate), alone))
+        sizes = (size for size in (num_online, *parts) if size < largest)
+        return Sizes(alone, next(filter(does, sizes), largest))

@@ -231,25 +231,31 @@ async def test_from_85_percent_answers_close_and_from_95_nothing_new_is_let_in(s
 
 
 @pytest.mark.parametrize(
-    "text",
+    "fields",
     [
-        pytest.param("w1 " * 2, id="answered"),
-        pytest.param("w1 " * 100, id="too long for a query"),
-        pytest.param("w1 " * 200, id="too long, tokenized with others"),
-        pytest.param("w1 " * 2000, id="too long, tokenized in parts"),
+        pytest.param({"input": "w1 w2"}, id="answered"),
+        pytest.param({"input": "w1 " * 100, "truncate": False}, id="too long for a query"),
+        pytest.param({"input": "w1 " * 200, "truncate": False}, id="too long, tokenized with others"),
+        pytest.param({"input": ["w1", ""], "partial": True}, id="in part, without an empty one"),
+        pytest.param(
+            {"input": ["w1", "w1 " * 100], "partial": True, "truncate": False}, id="in part, without a long one"
+        ),
+        pytest.param({"input": ["", "w1 " * 100], "partial": True, "truncate": False}, id="no part of it is right"),
     ],
 )
-async def test_what_a_request_held_is_free_when_it_is_answered_and_not_garbage(serve: Serve, text: str) -> None:
+async def test_what_a_request_held_is_free_when_it_is_answered_and_not_garbage(
+    serve: Serve, fields: dict[str, object]
+) -> None:
     running = await serve()
     wire = await Wire.connect(running.port)
-    sent = request_bytes("POST", PATH, json.dumps({"input": text, "truncate": False}).encode())
+    sent = request_bytes("POST", PATH, json.dumps(fields).encode())
     gc.collect()
     gc.disable()
     try:
-        for _ in range(100):
+        for _ in range(40):
             await wire.send(sent)
             await wire.answer()
-        assert gc.collect() < 50
+        assert gc.collect() < 40
     finally:
         gc.enable()
         await wire.close()

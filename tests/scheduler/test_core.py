@@ -442,7 +442,7 @@ def test_of_requests_that_came_together_one_is_cancelled_and_the_others_run(rig:
 def test_requests_that_come_together_take_turns_by_tenant_and_lane_as_ever(rig: Rig) -> None:
     for blocker in (8, 9):
         rig.request(blocker, [blocker])
-    first, _ = rig.take(Batch)
+    first, second = rig.take(Batch)
     rig.gateway(
         together(
             make_request(1, [1], lane="backfill"),
@@ -453,7 +453,11 @@ def test_requests_that_come_together_take_turns_by_tenant_and_lane_as_ever(rig: 
     )
     rig.finish(first)
     (batch,) = rig.take(Batch)
-    assert ids(batch) == [2, 4, 3, 1]
+    assert ids(batch) == [2, 4, 3]
+    rig.finish(second)
+    rig.live(1)
+    (batch,) = rig.take(Batch)
+    assert ids(batch) == [1]
 
 
 def test_batches_are_formed_once_for_all_that_has_been_heard(rig: Rig) -> None:
@@ -1786,6 +1790,23 @@ def test_backfill_runs_in_small_steps_while_somebody_is_online(rig: Rig) -> None
     run(rig, online, 4)
     (batch,) = rig.take(Batch)
     assert len(batch.token_ids) == 8  # what fits into a sixth of the time of 64
+
+
+def test_beside_a_query_nothing_runs_where_queries_are_rare_and_a_document_where_they_are_not(rig: Rig) -> None:
+    learn(rig)
+    rig.request(1, [1] * 4)
+    (batch,) = rig.take(Batch)
+    rig.request(2, *[[2] * 12] * 200, lane="backfill")
+    run(rig, batch, 4)
+    lengths = []
+    for request_id in range(10, 80):
+        rig.request(request_id, [7] * 4)
+        while 4 not in (batch := rig.take(Batch)[0]).lengths:
+            run(rig, batch, len(batch.token_ids))
+        lengths.append(batch.lengths.tolist())
+        run(rig, batch, len(batch.token_ids))
+    assert lengths[0] == [4]
+    assert lengths[-1] == [4, 12]
 
 
 def test_who_is_online_waits_for_one_small_step_of_backfill_at_most(rig: Rig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.batching import Part, Pending
-from scheduler.stepsize import StepSizes
+from scheduler.stepsize import Sizes, StepSizes
 from scheduler.steptime import StepTime
 from tests.scheduler.test_core import make_request
 
@@ -47,7 +47,7 @@ def seen(*, shared: float) -> StepSizes:
 def test_a_step_without_who_comes_online_is_as_small_as_is_worth_its_start(
     fixed_ms: float, token_ms: float, mean_length: float, small: int
 ) -> None:
-    assert StepSizes().small(learned(fixed_ms, token_ms), MOST, mean_length, 0) == small
+    assert StepSizes().small(learned(fixed_ms, token_ms), MOST, mean_length, 0) == Sizes(small, small)
 
 
 @pytest.mark.parametrize(
@@ -59,24 +59,33 @@ def test_a_step_without_who_comes_online_is_as_small_as_is_worth_its_start(
     ],
 )
 def test_the_more_steps_somebody_who_came_online_is_in_the_more_runs_beside_him(shared: float, small: int) -> None:
-    found = seen(shared=shared).small(learned(10, 0.1), MOST, 150, 20)
-    assert found == pytest.approx(small, abs=1)
+    assert seen(shared=shared).small(learned(10, 0.1), MOST, 150, 20) == Sizes(341, small)
 
 
 def test_lanes_below_keep_four_fifths_of_their_rate_however_often_he_comes() -> None:
     step_time = learned(10, 0.17)
     full_rate = 500 / (10 + 0.17 * 500)
-    for shared in (0.02, 0.1, 0.2, 0.4):
-        sizes = seen(shared=shared)
-        alone, beside = (sizes.small(step_time, MOST, 100, num_online) for num_online in (0, 20))
-        tokens = (1 - shared) * (alone // 100 * 100) + shared * ((beside - 20) // 100 * 100)
+    for shared in (0.02, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0):
+        sizes = seen(shared=shared).small(step_time, MOST, 100, 20)
+        tokens = (1 - shared) * (sizes.alone // 100 * 100) + shared * ((sizes.beside - 20) // 100 * 100)
         took_ms = 10 + 0.17 * (tokens + shared * 20)
         assert tokens / took_ms >= 0.79 * full_rate
 
 
+def test_beside_him_there_is_room_for_one_sequence_where_each_is_longer_than_a_small_step() -> None:
+    step_time = learned(30, 0.05)
+    assert seen(shared=0.1).small(step_time, MOST, 300, 20) == Sizes(85, 20)
+    assert seen(shared=0.6).small(step_time, MOST, 300, 20) == Sizes(85, 320)
+
+
+def test_a_step_has_a_token_at_least_however_little_memory_there_is() -> None:
+    for most in (1, 2, 3):
+        assert StepSizes().small(learned(0, 10), most, 4, 1).alone >= 1
+
+
 def test_nothing_is_a_small_step_while_nothing_is_known() -> None:
-    assert StepSizes().small(StepTime(), MOST, 100, 0) == MOST
-    assert StepSizes().small(StepTime(), MOST, 100, 20) == MOST
+    assert StepSizes().small(StepTime(), MOST, 100, 0) == Sizes(MOST, MOST)
+    assert StepSizes().small(StepTime(), MOST, 100, 20) == Sizes(MOST, MOST)
 
 
 def test_steps_of_documents_are_small_though_queries_alone_have_run_in_small_ones() -> None:
@@ -84,7 +93,7 @@ def test_steps_of_documents_are_small_though_queries_alone_have_run_in_small_one
     for _ in range(5):
         step_time.observe(20, 20, 960)
         step_time.observe(4030, 400, 6500)
-    assert StepSizes().small(step_time, 4096, 310, 0) == 2731
+    assert StepSizes().small(step_time, 4096, 310, 0).alone == 2731
     for _ in range(5):
         step_time.observe(1900, 400, 3130)
-    assert StepSizes().small(step_time, 4096, 310, 0) == 2048
+    assert StepSizes().small(step_time, 4096, 310, 0).alone == 2048
