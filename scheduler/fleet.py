@@ -395,9 +395,16 @@ class Fleet:
         return verdicts
 
     def forgive(self, lag_ns: int, now_ns: int) -> None:
-        """The scheduler itself stood still for so long: nobody is to blame for that silence."""
+        """The scheduler itself stood still for so long: nobody is to blame for that silence.
+
+        Nor for what came meanwhile and was lost with a connection that the transport has given up: after long, who
+        seems to have been silent before gets the time in which he is heard again.
+        """
         for worker in self._workers.values():
-            worker.last_heard_ns = min(worker.last_heard_ns + lag_ns, now_ns)
+            heard_ns = worker.last_heard_ns + lag_ns
+            if lag_ns >= SUSPECT_NS:
+                heard_ns = max(heard_ns, now_ns - SUSPECT_NS)
+            worker.last_heard_ns = min(heard_ns, now_ns)
             worker.running_since_ns = min(worker.running_since_ns + lag_ns, now_ns)
             if worker.short_since_ns is not None:
                 worker.short_since_ns = min(worker.short_since_ns + lag_ns, now_ns)

@@ -1337,6 +1337,16 @@ def test_a_hang_after_a_standstill_is_noticed_as_soon_as_any_other(rig: Rig) -> 
     assert rig.killed == [b"w0"]
 
 
+def test_who_was_silent_before_a_long_standstill_too_gets_time_to_be_heard_after_it(rig: Rig) -> None:
+    """What it said meanwhile may be lost: the transport gives a connection up that nobody serves."""
+    rig.tick(1900 * MS)
+    rig.now_ns += 2200 * MS
+    rig.tick(1000 * MS)
+    assert rig.killed == []
+    rig.tick(250 * MS)
+    assert rig.killed == [b"w0"]
+
+
 def test_a_batch_that_never_arrived_runs_again_without_blame(rig: Rig) -> None:
     rig.request(1, [1], [2])
     (lost,) = rig.take(Batch)
