@@ -80,8 +80,10 @@ def main(_config: ProcessConfig, on_ready: Callable[[], None]) -> int:
     except ValueError as error:  # not by `hedgerow serve`, which has looked
         logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
         return EX_CONFIG
-    ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    # Not blocked for `sigwait`: until that is reached a signal would go to another thread, which does not block it.
+    end_fd = os.eventfd(0, os.EFD_CLOEXEC)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.eventfd_write(end_fd, 1))
     cores = sorted(os.sched_getaffinity(0))
     command = [sys.executable, "-I", "-S", "-c", _SPIN, str(os.getpid()), *map(str, cores)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as spinning:
@@ -91,6 +93,6 @@ def main(_config: ProcessConfig, on_ready: Callable[[], None]) -> int:
             return EX_FAILURE
         logger.info("%d cores are kept awake", len(cores))
         on_ready()
-        signal.sigwait(ends)
+        os.read(end_fd, 8)
         spinning.kill()
     return 0

@@ -89,11 +89,12 @@ def test_where_nothing_can_give_way_nothing_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keeping, "_SPIN", "raise SystemExit(1)")
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         assert keeping.main(ProcessConfig(run_dir="unused"), lambda: None) == EX_FAILURE
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert "cannot be kept awake here" in caplog.text
 
 
@@ -106,6 +107,14 @@ def test_all_of_it_ends_with_its_process(
     process.send_signal(number)
     assert process.wait(20) == (0 if number is signal.SIGTERM else -signal.SIGKILL)
     until(lambda: not any(map(is_running, spinning)))
+
+
+@pytest.mark.slow
+def test_it_ends_as_it_should_when_told_so_while_it_starts(tmp_path: Path) -> None:
+    process = subprocess.Popen([*COMMAND, "--run-dir", str(tmp_path)], stderr=subprocess.DEVNULL)
+    until(lambda: bool(children_of(process.pid)))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
 
 
 @pytest.mark.slow
