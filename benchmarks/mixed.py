@@ -23,6 +23,7 @@ Prints a table; the last line is one JSON object, of which `report.py` makes plo
 from __future__ import annotations
 
 import argparse
+import http.client
 import math
 import sys
 import time
@@ -126,11 +127,11 @@ def measure(args: argparse.Namespace, target: Target, corpus: Corpus) -> dict[st
 
 def main() -> int:
     args = _parse_arguments()
-    corpus = Corpus.read(args.texts)
-    target = Target.find(args.url, args.model, corpus)
     try:
+        corpus = Corpus.read(args.texts)
+        target = Target.find(args.url, args.model, corpus)
         phases = measure(args, target, corpus)
-    except LoadError as error:
+    except (LoadError, ValueError, OSError, http.client.HTTPException) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"{target.model} at {args.url}: {args.rate:g} queries a second; backfill in the lane {args.lane}\n")

@@ -3,9 +3,9 @@
 Who comes online waits for the step that runs, and for all of the one that he is in. So the lanes below get small steps
 while he may come, and smaller ones still where he is there, down to none beside him. What it costs them is bounded: a
 step without him does nine tenths of a full one's work a millisecond, and all of them together, by how often he has been
-there lately, four fifths. Where reading the weights is much of a step, as on a CPU, small ones do little work; there a
-step with him alone takes least, as long as he comes now and then. Where he is always there, most steps are shared, and
-so large.
+there lately, four fifths; where no size does, one with him is as large as one without. Where reading the weights is
+much of a step, as on a CPU, small ones do little work; there a step with him alone takes least, as long as he comes now
+and then. Where he is always there, most steps are shared, and so large.
 
 Rejected: one size for both (with queries five times a second on a CPU they took a quarter longer, and the backfill kept
 78 % for 86); a fixed part of a full step, since what is right depends on the machine, the model and the lengths.

@@ -145,9 +145,9 @@ class FakeWorker:
     """A worker on a thread of its own, with the real socket and handshake; `answer` decides what a batch comes to.
 
     `answer` returns the message to send, its frames where they are to be odd, or None to say nothing. With `released`,
-    it answers none until that is set, and its beats go on. Its process, which a scheduler may kill, is a
-    child that does nothing. Stop it with `close`; `mute` has it say nothing more, as if it were stopped, `hang_up` ends
-    its connection and leaves the process.
+    it answers none until that is set, and its beats go on. Its process, which a scheduler may kill, is a child that
+    does nothing. Stop it with `close`; `mute` has it say nothing more, as if it were stopped, `hang_up` ends its
+    connection and leaves the process.
     """
 
     def __init__(
