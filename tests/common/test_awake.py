@@ -85,6 +85,25 @@ def test_each_core_has_something_to_run_that_gives_way_to_all_else(
 
 
 @pytest.mark.slow
+def test_it_pauses_all_the_time_so_that_the_kernel_does_not_take_a_core_for_busy(
+    awake: tuple[subprocess.Popen[bytes], list[int]],
+) -> None:
+    def pauses(pid: int) -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    def cpu_s(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    _, spinning = awake
+    began_s, before_s = time.monotonic(), sum(map(cpu_s, spinning))
+    before = list(map(pauses, spinning))
+    until(lambda: all(pauses(pid) - number > 5000 for pid, number in zip(spinning, before, strict=True)))
+    assert sum(map(cpu_s, spinning)) - before_s < 0.7 * len(spinning) * (time.monotonic() - began_s)
+
+
+@pytest.mark.slow
 def test_where_nothing_can_give_way_nothing_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
