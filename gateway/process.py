@@ -20,7 +20,7 @@ from collections.abc import Callable
 import uvloop
 
 from common import log
-from common.config import GatewayConfig, api_key_from_environment
+from common.config import GatewayConfig, api_key_from_environment, bound_tokenizer_threads
 from common.errors import EX_CONFIG
 from common.metrics import Metrics, open_metrics
 from common.plan import model_run_dir
@@ -36,6 +36,7 @@ _REFUSED_S = 10.0
 
 def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
     """Serve until a signal comes; the process's exit status. `on_ready` is called once clients can connect."""
+    bound_tokenizer_threads(config.tokenizer_threads)
     try:
         keys = KeyCheck(known_keys(config.api_keys_file, api_key_from_environment()))
     except KeysRefused as error:

@@ -30,6 +30,26 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 
 
+_COUNT = """
+import os, sys
+from common.config import bound_tokenizer_threads
+from tokenizers import Tokenizer, models, pre_tokenizers
+before = len(os.listdir("/proc/self/task"))
+bound_tokenizer_threads(int(sys.argv[1]))
+tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+assert [found.ids for found in tokenizer.encode_batch_fast(["a b"] * 100)] == [[0, 0]] * 100
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.parametrize(("num_threads", "started"), [(1, 0), (2, 2), (5, 5)])
+def test_the_library_tokenizes_a_list_on_no_more_threads_than_are_asked_for(num_threads: int, started: int) -> None:
+    command = [sys.executable, "-c", _COUNT, str(num_threads)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert int(run.stdout) == started
+
+
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as sock:
