@@ -235,12 +235,13 @@ def scheduler_stages(repeats: int, metrics: Metrics, facts: ModelFacts, *, toget
         if repeat < 2:  # they fill the slots: from here on a batch waits
             continue
         batch = sent.popleft()
-        result = Result(EPOCH, batch.batch_id, 1000, NO_NUMBERS, rows[: len(batch.lengths)])
+        result = Result(EPOCH, batch.batch_id, 0, 1000, True, NO_NUMBERS, rows[: len(batch.lengths)])
         received = _as_received(encode(result))
         with stages.stage("decode result"):
             message = decode(received)
         with stages.stage("core, result and batch"):
             messages = note(core.on_worker_message(b"worker", message, now))
+            messages += note(core.form_batches(now))
         with stages.stage("encode batch"):
             for message in messages:
                 if isinstance(message, Batch):
@@ -381,7 +382,7 @@ def _oracle(run_dir: str, facts: ModelFacts, counts: Counts) -> None:
                 epoch = message.epoch
             elif isinstance(message, Batch):
                 num_rows = message.num_rows
-                dealer.send(Result(message.epoch, message.batch_id, 1000, NO_NUMBERS, rows[:num_rows]))
+                dealer.send(Result(message.epoch, message.batch_id, 0, 1000, True, NO_NUMBERS, rows[:num_rows]))
                 counts.batches.value += 1
 
 

@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 from common.errors import ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 # A header is a few hundred bytes; the largest, Hello, carries prompts and labels. Each byte of a hostile one may be an
 # empty list of 72 bytes, so what is longer than a plain header may open only so many lists and maps (Hello has eight),
@@ -355,7 +355,9 @@ class Result:
 
     epoch: int
     batch_id: int
-    step_us: int  # from the start of the step to its last byte on the host
+    waited_us: int  # from the batch's arrival to the start of its step
+    step_us: int  # from there to its last byte on the host
+    is_typical: bool  # whether the next of its kind will take as long; not where this one made ready for them
     nonfinite: Int32Vector  # [rows that are NaN or infinite]
     rows: ByteMatrix  # [rows, row bytes]
     # Tokens of each piece that it ran in, one after the other, where the device had no memory for the batch at once.

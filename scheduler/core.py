@@ -137,8 +137,9 @@ class _Gateway:
 class Scheduler:
     """Every public method returns the actions that it asks for, in order; the caller performs them.
 
-    Batches are formed when a worker speaks or is lost, and at every tick. What gateways say changes only what waits: a
-    caller that has heard what there is has them formed then (`form_batches`, or a tick), once for all of it.
+    Batches are formed at every tick and where a worker is lost. What is said changes only what waits and who has room:
+    a caller that has heard what there is, and has sent what answers it, has them formed then (`form_batches`, or a
+    tick), once for all of it.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Scheduler:
                 worker.times = message
             else:
                 logger.warning("%s sent a %s; ignored", worker.name, type(message).__name__)
-        return self.form_batches(now_ns)
+        return self._take_actions()
 
     def on_worker_lost(self, peer: bytes, reason: str, now_ns: int) -> list[Action]:
         """The worker's process or connection is gone."""
@@ -531,6 +532,7 @@ class Scheduler:
         except BadResult as error:
             self._distrust(worker, batch, error, now_ns)
             return
+        worker.learn_lead(batch, result.waited_us)
         if len(result.pieces):
             self._fleet.note_pieces(worker, result.pieces, now_ns)
             logger.warning(
@@ -540,8 +542,8 @@ class Scheduler:
                 worker.fitting_tokens,
             )
         else:
-            worker.step_time.observe(batch.num_tokens, batch.longest, result.step_us)
-            if batch.predicted_ns:
+            worker.step_time.observe(batch.num_tokens, batch.longest, result.step_us, is_typical=result.is_typical)
+            if batch.predicted_ns and result.is_typical:
                 self._metrics.step_prediction.observe(result.step_us * 1000 / batch.predicted_ns)
         worker.longest = max(worker.longest, batch.longest)
         self._last_progress_ns = now_ns

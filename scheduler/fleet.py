@@ -1,7 +1,7 @@
 """Who the workers are, what each has in its hands, and when one counts as lost. Pure: no clock, no socket, no pid.
 
 A worker holds at most two batches, one running and one waiting, so that it never idles while a result travels; that
-credit, not a socket's high-water mark, is the flow control. The second one may be sent as late as a hand-over before
+credit, not a socket's high-water mark, is the flow control. The second one may be sent as late as its ways take before
 the predicted end of the first, so that who arrives meanwhile still joins it; and it is, where another worker, with two
 batches, will be through both of them sooner than this one with the first.
 
@@ -44,14 +44,19 @@ _CREDITS = 2
 SUSPECT_NS = 1_000_000_000  # silent for so long: no new work
 LOST_NS = 2_000_000_000  # silent for so long: lost
 
-# How long before the predicted end of a step the next batch has to be on its way: the loop's clock ticks in
-# milliseconds, and a prediction is off by some percent.
-_HANDOVER_NS = 1_500_000
-_HANDOVER_SHARE = 0.05
-# Where a batch is kept open though no other worker would begin it sooner, it is sent sooner by what its ways take. A
-# step's end is when its result is here: it was over some 0.8 ms before, and what is sent takes 0.6. Without it a GPU
-# idled for a tenth of its time between steps of 3 ms (2026-11-30, simulated).
-_WAYS_NS = 1_000_000
+# How long before the predicted end of a step the next batch is on its way where another worker would begin it sooner.
+_HANDOVER_NS = 1_000_000
+
+# And where no other one would. A step's end is when its result is here: the device was done some 0.5 ms before, what is
+# sent takes as long to get there, and a prediction is off by some percent. What this comes to differs by host (1.6 ms
+# were too few for one batch in six on one of them, and a GPU idled for a tenth of its time, 2026-11-30), so it is
+# learned: such that of those that were sent as late as could be this share found the device at rest, or about to be.
+# (Source: stochastic approximation of a quantile, Robbins and Monro 1951.)
+_FIRST_LEAD_NS, _LEAST_LEAD_NS, _MOST_LEAD_NS = 1_600_000, 500_000, 3_000_000
+_LATE_SHARE, _LATE_NS = 0.05, 100_000
+_AT_REST_US = 300  # a batch waits for so long in a worker at rest, or until the end of a step was noticed
+_WAKES_NS = 200_000  # after it was due the loop has woken, mostly
+_LEAD_SHARE = 0.05  # of the step, at least; of a long one, as on a CPU, it is also what matters
 
 # Beats that tell of fewer batches than were sent for so long: these never arrived. By the clock, since after a
 # standstill of the scheduler the beats of seconds come at once, all of them older than what it sends then.
@@ -87,6 +92,7 @@ class InFlight:
     row_bytes: int | None  # of each of its rows: as many as the widest needs; None: sparse, which nobody knows before
     sent_ns: int
     predicted_ns: int  # 0 where nothing is known
+    was_kept_open: bool  # its slot, until it had to be sent
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +111,7 @@ class Worker:
     num_missing: int = 0  # how often what it was sent never arrived, without any result since
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
+    lead_ns: float = _FIRST_LEAD_NS  # how long before the end of a step the next batch is sent, at the latest
     fitting_tokens: int | None = None  # of a batch, while memory is short
     memory_back_ns: int = 0  # from when on it is taken not to be, as long as fitting_tokens says anything
     longest: int = 0  # tokens of the longest sequence that it has run
@@ -156,7 +163,25 @@ class Worker:
             # No share of it, as below: who is early behind a long step waits for as long, and to be a hand-over late
             # costs it next to nothing.
             return ends_ns - _HANDOVER_NS
-        return ends_ns - max(_WAYS_NS + _HANDOVER_NS, int(_HANDOVER_SHARE * running.predicted_ns)) if late else 0
+        return self._opens_ns(running) if late else 0
+
+    def is_kept_open(self, now_ns: int) -> bool:
+        """Whether the other slot was open until now only since nothing is sent before it must be."""
+        if len(self.in_flight) != 1:
+            return False
+        (running,) = self.in_flight.values()
+        opens_ns = self._opens_ns(running)
+        return self.running_since_ns < opens_ns <= now_ns <= opens_ns + _WAKES_NS
+
+    def _opens_ns(self, running: InFlight) -> int:
+        lead_ns = max(int(self.lead_ns), int(_LEAD_SHARE * running.predicted_ns))
+        return self.running_since_ns + running.predicted_ns - lead_ns
+
+    def learn_lead(self, batch: InFlight, waited_us: int) -> None:
+        """Send what is kept open sooner if this batch came too late, else a little later."""
+        if batch.was_kept_open:
+            lead_ns = self.lead_ns + _LATE_NS * ((waited_us < _AT_REST_US) - _LATE_SHARE)
+            self.lead_ns = min(max(lead_ns, _LEAST_LEAD_NS), _MOST_LEAD_NS)
 
 
 class BadResult(Exception):
@@ -295,6 +320,7 @@ class Fleet:
             spans=spans,
             times_ns=np.array([now_ns]) if [r for r in requests if len(r.times_ns)] else NO_TIMES,
         )
+        was_kept_open = worker.is_kept_open(now_ns)
         if not worker.in_flight:
             worker.running_since_ns = now_ns
         longest = int(batch.lengths.max())
@@ -310,6 +336,7 @@ class Fleet:
             row_bytes=None if parts[0].pending.sparse else row_bytes(min(encodings), worker.facts.dimensions),
             sent_ns=now_ns,
             predicted_ns=int((predicted_ms or 0) * 1e6),
+            was_kept_open=was_kept_open,
         )
         return batch
 

@@ -7,10 +7,12 @@ the next scheduler, as they do when it is killed.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable
 
 import zmq
@@ -31,6 +33,8 @@ _MESSAGES_A_TURN = 256
 _REQUESTS_AT_ONCE = 64
 _BOUND_CHECK_NS = 1_000_000_000
 _LAST_WORDS_MS = 2  # for libzmq's thread to read what a process wrote before it died
+_LEAST_SLEEP_NS = 200_000  # lest a tick that changes nothing keep a core busy
+_TIMER_ABSTIME = 1  # TFD_TIMER_ABSTIME of <sys/timerfd.h>
 
 
 class _Side:
@@ -97,6 +101,26 @@ class _Side:
         self.router.close()
 
 
+class _Timer:
+    """A descriptor that is readable from a time on: a poll's own limit counts in whole milliseconds, and a GPU's step
+    takes two. (os.timerfd_create comes with Python 3.13.)"""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self.fd: int = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "no timer to be had")
+        self._times = (ctypes.c_long * 4)()  # of a repetition, never; and once: seconds, nanoseconds
+
+    def set(self, at_ns: int) -> None:
+        """By the clock of `now_ns`. Until then it is not readable, whatever it was before."""
+        self._times[2], self._times[3] = divmod(at_ns, 1_000_000_000)
+        self._libc.timerfd_settime(self.fd, _TIMER_ABSTIME, self._times, None)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
 class Server:
     def __init__(self, config: SchedulerConfig, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -109,6 +133,8 @@ class Server:
             now_ns=now_ns(),
         )
         self._poller = zmq.Poller()
+        self._timer = _Timer()
+        self._poller.register(self._timer.fd, zmq.POLLIN)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gateways = _Side(
             Router(self._context, address(config.run_dir, "gateways")),
@@ -131,9 +157,8 @@ class Server:
         """Serve until `stop_fd` becomes readable."""
         self._poller.register(stop_fd, zmq.POLLIN)
         while True:
-            wait_ms = 1 + max(0, self._core.next_tick_ns() - now_ns()) // 1_000_000
-            if any(side.gone for side in self._sides):
-                wait_ms = 0
+            self._timer.set(max(self._core.next_tick_ns(), now_ns() + _LEAST_SLEEP_NS))
+            wait_ms = 0 if any(side.gone for side in self._sides) else None
             ready: dict[object, int] = dict(self._poller.poll(wait_ms))
             if stop_fd in ready:
                 return
@@ -141,8 +166,10 @@ class Server:
 
     def turn(self, ready: dict[object, int]) -> None:
         """Hear who has something to say, of the sockets and descriptors that are ready, and do what is due."""
-        for side in self._sides:
-            self._turn(side, ready)
+        self._turn(self._workers, ready)
+        if self._workers.router.socket in ready:  # who is free again has its next batch before gateways are heard
+            self._perform(self._core.form_batches(now_ns()))
+        self._turn(self._gateways, ready)
         self._perform(self._core.on_tick(now_ns()))
         self._check_bound()
 
@@ -150,6 +177,7 @@ class Server:
         for side in self._sides:
             side.close()
         self._context.destroy(linger=0)
+        self._timer.close()
 
     def _turn(self, side: _Side, ready: dict[object, int]) -> None:
         """Hear what one side has said, then who of it has died, then who is new.

@@ -3,10 +3,11 @@
 One model, several uses: how many tokens make a step of so many milliseconds, how long what waits will take, when the
 step that runs will end. Steps are sorted by their number of tokens, in cells a factor of √2 wide, and by their longest
 sequence, since attention grows with its square. A cell keeps the mean of its tokens and of its milliseconds, smoothed;
-between cells of one class of lengths a line leads from mean to mean, and below the smallest a step costs what that one
-does. Above the largest, the nearest class that reaches so far says how time grows; or, where it has seen none so small,
-how long a step takes. (That happens wherever short queries and long documents come, and each kind fills other steps:
-with its times in the proportion of its least to the other's largest, a full step of documents was one of a query.)
+between cells of one class of lengths a line leads from mean to mean. Beyond its smallest and largest the nearest class
+that reaches so far says how time grows; or, where the two have no size in common, how long a step takes. (That happens
+wherever short queries and long documents come, and each kind fills other steps: with its times in the proportion of its
+least to the other's largest, a full step of documents was one of a query.) Below the smallest of all a step costs what
+that one does.
 
 A step that took far more or far less than its like tells nothing: it was stopped, or compiled something, or its end
 was noticed late and the next one's at once. Where three in a row do, things have changed, and they are believed.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 
 TYPICAL_LENGTH = 256  # tokens of the longest sequence, where a prediction is of a batch that is not formed yet
@@ -33,6 +35,11 @@ _ODD_STEPS = 3  # in a row that are believed
 # So few steps say nothing of larger ones than were seen, which then count as no longer: the first touch memory and
 # compile, and by a second for ten tokens everybody who waits would be refused.
 _FEW_STEPS = 3
+
+# So many steps later what a step took says little of the next: clocks fall, neighbours come. And so often a size is
+# tried that no step comes to: sequences may be such that none does.
+_FRESH_STEPS = 5000
+_MOST_TRIES = 50
 
 # A step may cost so much more than the least that any step costs before it counts as a larger one.
 _SMALLEST_TIMES = 1.25
@@ -104,21 +111,51 @@ class StepTime:
         self._curves: dict[int, _Curve] = {}
         self._found: dict[int, list[_Curve]] = {}  # by class of lengths, what `_nearest` has found since the last step
         self._num_steps = 0
+        self._knows_typical = False
+        self._seen: dict[tuple[int, int], int] = {}  # by class and cell, when the last step was, in steps
+        self._tries: Counter[tuple[int, int]] = Counter()  # likewise, since the last one
 
-    def observe(self, num_tokens: int, longest: int, step_us: int) -> None:
-        """Learn from a step of so many tokens, `longest` of them in its longest sequence."""
+    def observe(self, num_tokens: int, longest: int, step_us: int, *, is_typical: bool = True) -> None:
+        """Learn from a step of so many tokens, `longest` of them in its longest sequence.
+
+        One that is not typical (see Result) is something to go by until the first that is.
+        """
+        if is_typical != self._knows_typical:
+            if not is_typical:
+                return
+            self._knows_typical = True
+            self._curves.clear()
+            self._found.clear()
+            self._seen.clear()
+            self._num_steps = 0
         curves = self._nearest(longest)
         is_known = curves and curves[0].num_tokens[0] <= num_tokens <= max(curve.reach for curve in curves)
         expected_ms = _predict(curves, num_tokens) if is_known else None
         self._found.clear()
         self._num_steps += 1
-        curve = self._curves.setdefault(bisect_left(_LENGTH_CLASSES, longest), _Curve())
+        kind = bisect_left(_LENGTH_CLASSES, longest), _cell_of(num_tokens)
+        self._seen[kind] = self._num_steps
+        del self._tries[kind]
+        curve = self._curves.setdefault(kind[0], _Curve())
         curve.add(num_tokens, max(step_us, 1) / 1000, expected_ms)
 
     def predict_ms(self, num_tokens: int, longest: int) -> float | None:
         """Milliseconds that such a step will take; None before anything was observed."""
         curves = self._nearest(longest)
         return _predict(curves, num_tokens) if curves else None
+
+    def is_to_be_tried(self, num_tokens: int, longest: int) -> bool:
+        """Whether a step of about this size should run, since what is predicted of it is a guess by others, or old.
+
+        The caller has one run then, or what comes nearest; else it was asked in vain, which counts.
+        """
+        kind = bisect_left(_LENGTH_CLASSES, longest), _cell_of(num_tokens)
+        curve = self._curves.get(kind[0])
+        cell = curve.cells.get(kind[1]) if curve else None
+        if cell is not None and cell.num_steps >= _FEW_STEPS and self._num_steps - self._seen[kind] < _FRESH_STEPS:
+            return False
+        self._tries[kind] += 1
+        return self._tries[kind] <= _MOST_TRIES
 
     def budget(self, target_ms: float, longest: int, most: int) -> int:
         """The most tokens, at least 1 and at most `most`, of a step that takes no longer than `target_ms`.
@@ -166,6 +203,8 @@ def _predict(curves: list[_Curve], num_tokens: float) -> float:
     What lies between the two, where neither has been, a line leads across.
     """
     curve = curves[0]
+    if num_tokens < curve.num_tokens[0]:
+        return _predict_below(curve, curves[1:], num_tokens)
     if num_tokens <= curve.reach:
         return curve.at(num_tokens)
     other = next((other for other in curves[1:] if other.reach >= num_tokens), None)
@@ -176,6 +215,19 @@ def _predict(curves: list[_Curve], num_tokens: float) -> float:
         return other.at(num_tokens) * ends_ms / other.at(curve.reach)
     share = min(1.0, (num_tokens - curve.reach) / (other.num_tokens[0] - curve.reach))
     return ends_ms + share * max(0.0, other.at(num_tokens) - ends_ms)
+
+
+def _predict_below(curve: _Curve, others: list[_Curve], num_tokens: float) -> float:
+    """Fewer tokens than a curve has seen: by the next one that has, and from where that ends a line leads to it."""
+    first, first_ms = curve.num_tokens[0], curve.ms[0]
+    other = next((other for other in others if other.num_tokens[0] < first), None)
+    if other is None:
+        return first_ms
+    last = other.num_tokens[bisect_left(other.num_tokens, first) - 1]
+    last_ms = min(other.at(last), first_ms)
+    if num_tokens <= last:
+        return min(other.at(num_tokens), last_ms)
+    return last_ms + (num_tokens - last) / (first - last) * (first_ms - last_ms)
 
 
 def _never_falling(values: list[float], weights: list[int]) -> list[float]:
@@ -203,4 +255,4 @@ def _median(weighted: list[tuple[float, int]]) -> float:
 
 
 def _cell_of(num_tokens: int) -> int:
-    return round(2 * math.log2(num_tokens))
+    return round(4 * math.log2(num_tokens))

@@ -222,7 +222,7 @@ def _digest(token_ids: TokenIds, salt: bytes, num_bytes: int) -> bytes:
 
 
 def oracle_result(batch: Batch) -> Result:
-    return Result(batch.epoch, batch.batch_id, 1000, np.zeros(0, dtype=np.int32), oracle_rows(batch))
+    return Result(batch.epoch, batch.batch_id, 0, 1000, True, np.zeros(0, dtype=np.int32), oracle_rows(batch))
 
 
 class RunningScheduler:

@@ -202,8 +202,9 @@ class SchedulerProcess(Process):
         self.hears_out = world.rng.random() < 0.5
 
     def turn(self) -> None:
-        for side in "wg":
-            self._turn(side)
+        self._turn("w")
+        self._perform(self.core.form_batches(self.world.now_ns))
+        self._turn("g")
         self._perform(self.core.on_tick(self.world.now_ns))
         self.world.check_scheduler(self.core)
         due_ns = MS + max(0, self.core.next_tick_ns() - self.world.now_ns)

@@ -60,6 +60,7 @@ Outcome: TypeAlias = Ready | Broken | StepTimes | Result | BatchFailed
 @dataclass(slots=True, eq=False)
 class _Step:
     batch: Batch
+    arrived_ns: int
     launched_ns: int  # when its launch began
     rows: LazyTensor | None = None  # until it is launched
     returned_ns: int = 0  # when its launch was over
@@ -72,7 +73,7 @@ class Compute:
         self._build = build
         self._metrics = metrics
         self._profiler = profiler
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[tuple[Batch, int] | None] = queue.SimpleQueue()  # with when it came
         self._launched: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._running: deque[_Step] = deque()  # the oldest first; each step leaves it once, wherever it ends
@@ -96,7 +97,7 @@ class Compute:
         self._collector.start()
 
     def submit(self, batch: Batch) -> None:
-        self._batches.put(batch)
+        self._batches.put((batch, time.monotonic_ns()))
 
     def drop_queued(self) -> None:
         """Forget the batches that have not begun."""
@@ -134,23 +135,23 @@ class Compute:
         try:
             engine = self._engine = self._build()
             self._put(Ready(engine.hello()))
-            while (batch := self._next_batch(engine)) is not None:
-                self._launch(engine, batch)
+            while (arrival := self._next_batch(engine)) is not None:
+                self._launch(engine, *arrival)
         except Exception as error:  # noqa: BLE001  # carried to the server's thread, which ends the process
             self._put(Broken(_cause(engine, error)))
         finally:
             self._launched.put(None)
 
-    def _next_batch(self, engine: Engine) -> Batch | None:
-        """The next batch, as soon as there is one; None when there will be none."""
+    def _next_batch(self, engine: Engine) -> tuple[Batch, int] | None:
+        """The next batch and when it came, as soon as there is one; None when there will be none."""
         while True:
             try:
                 return self._batches.get(timeout=_IDLE_S if engine.has_chores else None)
             except queue.Empty:
                 engine.tend()
 
-    def _launch(self, engine: Engine, batch: Batch) -> None:
-        step = _Step(batch, time.monotonic_ns())
+    def _launch(self, engine: Engine, batch: Batch, arrived_ns: int) -> None:
+        step = _Step(batch, arrived_ns, time.monotonic_ns())
         self._running.append(step)
         if self._profiler is not None:
             self._profiler.before_step()
@@ -195,7 +196,9 @@ class Compute:
         if len(step.batch.times_ns):
             self._put(_times_of(step, step.rows.progress or Progress(), began_ns, self._finished_ns))
         pieces = np.array(result.pieces, dtype=np.int32) if result.pieces else NO_NUMBERS
-        self._put(Result(step.batch.epoch, step.batch.batch_id, duration_ns // 1000, nonfinite, result.rows, pieces))
+        ids, waited_ns = (step.batch.epoch, step.batch.batch_id), began_ns - step.arrived_ns
+        times_us = max(0, waited_ns) // 1000, duration_ns // 1000
+        self._put(Result(*ids, *times_us, step.rows.is_typical, nonfinite, result.rows, pieces))
         self._running.remove(step)  # only now: the launcher hands on what it finds to be the oldest itself
         # After the answer is on its way: it costs tens of microseconds.
         self._metrics.steps.inc()

@@ -197,7 +197,7 @@ class Engine:
         if lazy is not None:
             return lazy
         rows = run_in_pieces(batch, self._attempt)
-        return LazyTensor(lambda: rows)
+        return LazyTensor(lambda: rows, is_typical=False)
 
     def _attempt(self, batch: Batch) -> LazyTensor | None:
         """Launch a batch; None where there is no memory for it, after all that can be spared was given up."""

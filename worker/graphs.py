@@ -156,6 +156,7 @@ class GraphRunner:
         self._wanted: OrderedDict[Key, None] = OrderedDict()  # in the order in which they are captured
         self._failed: dict[Key, str] = {}
         self._size_bytes = 0
+        self._is_short = False  # of memory, so that keys stay eager for who knows how long
         self._next_capture_s = 0.0
         self._capturing = threading.Lock()
         self._hot: set[Key] = set()  # of the last run, and not used in this one yet
@@ -172,6 +173,10 @@ class GraphRunner:
         # After the launch, which the device may be waiting for.
         self._captured.move_to_end(key)
         return True
+
+    def expects(self, key: Key) -> bool:
+        """Whether a key that has no graph is to get one soon, with which it will take less time."""
+        return self._lazy and not self._is_short and key not in self._failed
 
     def run(self, key: Key) -> bool:
         """Launch a key's forward pass; whether by replaying a graph."""
@@ -209,6 +214,7 @@ class GraphRunner:
             with self._capturing:
                 captured = self._capture(key)
         except torch.OutOfMemoryError:
+            self._is_short = True
             self._forget_empty_pool()
             torch.cuda.empty_cache()
             logger.info("no memory for a graph of %s now", _text(key))
@@ -222,6 +228,7 @@ class GraphRunner:
             took_s = time.monotonic() - started_s
             self._next_capture_s = time.monotonic() + took_s / _CAPTURE_SHARE
         self._captured[key] = captured
+        self._is_short = False
         if key in self._hot:
             self._captured.move_to_end(key, last=False)  # what this run has used is dearer
         self._size_bytes += captured.size_bytes

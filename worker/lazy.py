@@ -45,13 +45,17 @@ class LazyTensor:
         read: Callable[[], Rows],
         is_ready: Callable[[], bool] | None = None,
         progress: Progress | None = None,
+        *,
+        is_typical: bool = True,
     ) -> None:
         """`read` waits for the rows and gives them, and is called once; `is_ready` says whether it would not have to
-        wait long (None: it never has to); `progress`, of a step that is followed, is complete when the rows are."""
+        wait long (None: it never has to); `progress`, of a step that is followed, is complete when the rows are;
+        `is_typical`: see Result."""
         self._read: Callable[[], Rows] | None = read
         self._is_ready = is_ready
         self._rows: Rows | None = None
         self.progress = progress
+        self.is_typical = is_typical
 
     def ready(self) -> bool:
         """Whether the step has ended."""

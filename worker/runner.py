@@ -275,14 +275,19 @@ class DeviceRunner:
             if plan.attention.prepares:
                 torch.cuda.set_stream(self._stream)
                 plan.attention.prepare(offsets)
-            replayed = False
+            replayed, typical = False, True
             if way == "eager" or not plan.worth:
                 self._forward(plan.key, plan.attention)
             elif not (replayed := self.graphs.replay(plan.key)):
                 torch.cuda.set_stream(self._stream)
+                typical = not self.graphs.expects(plan.key)
                 replayed = self.graphs.run(plan.key)
             lazy = self._staging.collect(
-                slot, batch.num_rows, lambda: self._count(batch, plan, replayed=replayed), progress
+                slot,
+                batch.num_rows,
+                lambda: self._count(batch, plan, replayed=replayed),
+                progress,
+                is_typical=typical,
             )
         except BaseException:
             self._staging.give_back(slot)
@@ -408,7 +413,8 @@ def _compressed(lazy: LazyTensor, batch: Batch) -> LazyTensor:
         return lazy
     dimensions = batch.dimensions.repeat(batch.span_counts) if len(batch.spans) else batch.dimensions
     # Never ready, even where the step has ended: it is not for the thread that launches to compress.
-    return LazyTensor(lambda: compress(lazy.numpy(), dimensions), lambda: False, lazy.progress)
+    is_typical = lazy.is_typical
+    return LazyTensor(lambda: compress(lazy.numpy(), dimensions), lambda: False, lazy.progress, is_typical=is_typical)
 
 
 def _key(backend: Attention, capacity: Capacity, longest: int) -> Key:

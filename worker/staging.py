@@ -137,7 +137,13 @@ class Staging:
         self._kernels.publish(output, self.block, self._counter)
 
     def collect(
-        self, slot: _Slot, num_rows: int, width: Callable[[], int], progress: Progress | None = None
+        self,
+        slot: _Slot,
+        num_rows: int,
+        width: Callable[[], int],
+        progress: Progress | None = None,
+        *,
+        is_typical: bool = True,
     ) -> LazyTensor:
         """What the step that has been launched gives whoever reads it: `width()` bytes of each of its rows.
 
@@ -164,7 +170,7 @@ class Staging:
             finally:
                 slot.free.release()
 
-        return LazyTensor(read, slot.launched.query, progress)
+        return LazyTensor(read, slot.launched.query, progress, is_typical=is_typical)
 
     def give_back(self, slot: _Slot) -> None:
         """Of the step that was loaded last, which nobody will read, wherever it has ended: its turn is the next one's.

@@ -62,7 +62,7 @@ _GOLDEN: list[Message] = [
     Request(2, FACTS.fingerprint, 2**62, "backfill", 0, True, 16, False, "float32", _IDS, _LENGTHS),
     Cancel(1),
     Hello(PROTOCOL_VERSION, "stranger", _NOBODY, _FACTS),
-    Result(1, 1, 10, _LENGTHS[:0], np.ones((2, 64), dtype=np.uint8)),
+    Result(1, 1, 0, 10, True, _LENGTHS[:0], np.ones((2, 64), dtype=np.uint8)),
     BatchFailed(1, 1, "raised"),
     Goodbye("left"),
     Beat(1, 0),

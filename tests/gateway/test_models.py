@@ -248,7 +248,7 @@ def narrow_result(batch: Batch) -> Result:
     stops = np.cumsum(batch.lengths)
     sequences = np.split(batch.token_ids, stops[:-1])
     rows = np.stack([oracle_row(ids.tolist(), "float32", NARROW).view(np.uint8) for ids in sequences])
-    return Result(batch.epoch, batch.batch_id, 1000, np.zeros(0, dtype=np.int32), rows)
+    return Result(batch.epoch, batch.batch_id, 0, 1000, True, np.zeros(0, dtype=np.int32), rows)
 
 
 @dataclasses.dataclass

@@ -21,6 +21,7 @@ import pytest
 
 from common.metrics import Metrics
 from common.protocol import (
+    NO_NUMBERS,
     PROTOCOL_VERSION,
     Batch,
     Beat,
@@ -34,6 +35,7 @@ from common.protocol import (
     row_bytes,
 )
 from scheduler.core import Action, Scheduler, ToWorker
+from scheduler.server import _LEAST_SLEEP_NS
 from tests.fakes import DIMENSIONS, FACTS
 from tests.scheduler.test_core import EPOCH, MS, SECOND, make_request
 
@@ -58,10 +60,12 @@ class Machine:
         return float(np.interp(num_tokens, *zip(*self.steps, strict=True)))
 
 
-# Qwen3-0.6B's shape on one H200, and all-MiniLM-L6-v2 in float32 on two cores (2026-11-30).
+# Documents of Qwen3-0.6B's shape on one H200, where time rises in stairs, and all-MiniLM-L6-v2 in float32 on two cores
+# (2026-11-30).
+_SMALL = ((128, 0.93), (256, 1.11), (384, 1.52), (512, 1.63), (640, 1.84), (768, 2.11), (896, 2.11), (1664, 3.59))
 GPU = Machine(
     4096,
-    ((32, 0.96), (512, 1.45), (1024, 2.0), (2048, 3.3), (4096, 6.6)),
+    (*_SMALL, (2048, 3.68), (2049, 4.9), (2816, 5.24), (3712, 7.21), (4096, 7.4)),
     queries_per_s=200,
     clients=8,
     texts=32,
@@ -111,7 +115,7 @@ class Suite:
         self._last_ns: dict[str, int] = {}  # by way: what is sent later does not overtake
         self._request_ids = itertools.count(1)
         self._pieces: dict[int, tuple[_Asked, int, int]] = {}  # by request: whose, sequences, tokens
-        self._held: deque[Batch] = deque()
+        self._held: deque[tuple[Batch, int]] = deque()  # with when it came
         self._num_sent = 0
         self._idle_since_ns = self.now_ns
         self._poll = 0
@@ -161,7 +165,7 @@ class Suite:
     def _ask_query(self, at_ns: int) -> None:
         self._num_asked += 1
         asked = _Asked(at_ns, "online", [_QUERY_TOKENS], unanswered=1)
-        self._travel("", 1.0, lambda: self._submit(asked))
+        self._travel("", 0.4, lambda: self._submit(asked))
         self._expect_query(at_ns)
 
     def _ask_backfill(self) -> None:
@@ -190,7 +194,7 @@ class Suite:
             self._pieces[request_id] = (asked, stop - start, num_tokens)
             sequences = [[request_id] * length for length in asked.lengths[start:stop]]
             request = make_request(request_id, *sequences, lane=asked.lane, opens=start == 0)
-            self._travel("gateway", 0.3, lambda request=request: self._hear(b"g", request))
+            self._travel("gateway", 0.25, lambda request=request: self._hear(b"g", request))
 
     def _answered(self, reply: Reply) -> None:
         asked, left, num_tokens = self._pieces[reply.request_id]
@@ -202,7 +206,7 @@ class Suite:
             asked.waiting_tokens -= num_tokens
             self._submit(asked)
         if asked.unanswered == 0 and not asked.is_refused:
-            self._travel("", 0.6, lambda: self._done(asked))
+            self._travel("", 0.35, lambda: self._done(asked))
 
     def _refused(self, failure: Failure) -> None:
         """Its client comes back; what else of it is on its way runs for nobody."""
@@ -235,10 +239,10 @@ class Suite:
         self._sleep()
 
     def _sleep(self) -> None:
-        """As the scheduler's loop does, in whole milliseconds."""
+        """As the scheduler's loop does, which wakes a little late."""
         self._poll += 1
         poll = self._poll
-        wait_ms = 1 + max(0, self.core.next_tick_ns() - self.now_ns) // MS
+        wait_ms = max(_LEAST_SLEEP_NS, self.core.next_tick_ns() - self.now_ns) / MS + self._rng.uniform(0.05, 0.15)
         self._after(wait_ms, lambda: self._wake(poll))
 
     def _wake(self, poll: int) -> None:
@@ -256,39 +260,41 @@ class Suite:
             message = getattr(action, "message", None)
             if isinstance(action, ToWorker) and isinstance(message, Batch):
                 self._num_sent += 1
-                self._travel("to worker", 0.6, lambda batch=message: self._take(batch))
+                self._travel("to worker", 0.5, lambda batch=message: self._take(batch))
             elif isinstance(message, Failure):
                 self._travel("to gateway", 0.6, lambda failure=message: self._refused(failure))
             elif isinstance(message, Reply | Replies):
                 for reply in message.each() if isinstance(message, Replies) else [message]:
-                    self._travel("to gateway", 0.6, lambda reply=reply: self._answered(reply))
+                    self._travel("to gateway", 0.4, lambda reply=reply: self._answered(reply))
 
     # --- the worker ---
 
     def _take(self, batch: Batch) -> None:
-        self._held.append(batch)
+        self._held.append((batch, self.now_ns))
         if len(self._held) == 1:
             self.phase.idle_ns += self.now_ns - self._idle_since_ns
             self._begin(_LONE_MS)
 
     def _begin(self, more_ms: float = 0.0) -> None:
-        num_tokens = len(self._held[0].token_ids)
+        batch, came_ns = self._held[0]
+        waited_us = (self.now_ns - came_ns) // 1000
+        num_tokens = len(batch.token_ids)
         self.phase.steps[num_tokens] += 1
         ms = self.machine.step_ms(num_tokens) * self._rng.uniform(0.97, 1.03) + more_ms
-        self._after(ms, lambda: self._finish(ms))
+        self._after(ms, lambda: self._finish(ms, waited_us))
 
-    def _finish(self, ms: float) -> None:
-        batch = self._held.popleft()
+    def _finish(self, ms: float, waited_us: int) -> None:
+        batch, _ = self._held.popleft()
         if self._held:
             self._begin()
         else:
             self._idle_since_ns = self.now_ns
-        self._travel("from worker", 0.8, lambda: self._result(batch, ms))
+        self._travel("from worker", 0.45, lambda: self._result(batch, ms, waited_us))
 
-    def _result(self, batch: Batch, ms: float) -> None:
+    def _result(self, batch: Batch, ms: float, waited_us: int) -> None:
         self._num_sent -= 1
         rows = np.zeros((batch.num_rows, row_bytes(0, DIMENSIONS)), dtype=np.uint8)
-        self._hear(b"w", Result(EPOCH, batch.batch_id, int(ms * 1000), np.zeros(0, dtype=np.int32), rows))
+        self._hear(b"w", Result(EPOCH, batch.batch_id, waited_us, int(ms * 1000), True, NO_NUMBERS, rows))
 
 
 @dataclass(slots=True)
@@ -323,7 +329,7 @@ def test_on_a_gpu_queries_wait_for_little_more_than_a_small_step_and_backfill_ke
 ) -> None:
     mixed = Mixed.of(Suite(metrics, dataclasses.replace(GPU, spread=spread)), 3)
     half = GPU.max_batch_tokens / 2
-    assert mixed.longer_ms(99) <= GPU.step_ms(half)
+    assert mixed.longer_ms(99) <= 1.2 * GPU.step_ms(half)
     assert mixed.kept >= 0.8
     assert mixed.both.idle_ns <= 0.03 * mixed.both.seconds * SECOND
     assert sum(number for size, number in mixed.both.steps.items() if size <= half) >= 0.98 * mixed.both.steps.total()

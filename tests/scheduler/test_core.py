@@ -72,6 +72,7 @@ class Rig:
 
     def worker(self, message: Message, peer: bytes = b"w0") -> None:
         self._perform(self.core.on_worker_message(peer, message, self.now_ns))
+        self._perform(self.core.form_batches(self.now_ns))
 
     def worker_lost(self, peer: bytes = b"w0", reason: str = "exited") -> None:
         self._perform(self.core.on_worker_lost(peer, reason, self.now_ns))
@@ -117,7 +118,7 @@ class Rig:
         self, batch: Batch, peer: bytes = b"w0", nonfinite: tuple[int, ...] = (), *, step_us: int = 5000
     ) -> None:
         rows = oracle_rows(batch)
-        self.worker(Result(EPOCH, batch.batch_id, step_us, np.array(nonfinite, dtype=np.int32), rows), peer)
+        self.worker(Result(EPOCH, batch.batch_id, 0, step_us, True, np.array(nonfinite, dtype=np.int32), rows), peer)
 
     def sent(self) -> list[tuple[bytes, Message]]:
         """All that is on the record, which is empty then."""
@@ -349,7 +350,7 @@ def test_single_rows_of_a_batch_travel_together_to_each_gateway_and_longer_parts
     rig.finish(second)
     rig.take(Reply)
 
-    result = Result(EPOCH, batch.batch_id, 5000, np.zeros(0, dtype=np.int32), oracle_rows(batch))
+    result = Result(EPOCH, batch.batch_id, 0, 5000, True, np.zeros(0, dtype=np.int32), oracle_rows(batch))
     actions = rig.core.on_worker_message(b"w0", result, rig.now_ns)
 
     alone, together, other = [action for action in actions if not isinstance(action, Kill)]
@@ -527,7 +528,7 @@ def test_the_rows_of_a_reply_are_a_piece_of_the_result_and_no_copy(rig: Rig) -> 
     rig.gateway(make_request(1, [1], [2], encoding="int8"))
     (batch,) = rig.take(Batch)
     rows = oracle_rows(batch)
-    rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
+    rig.worker(Result(EPOCH, batch.batch_id, 0, 1, True, np.zeros(0, dtype=np.int32), rows))
     (reply,) = rig.take(Reply)
     assert np.shares_memory(reply.rows, rows)
     assert reply.rows.flags.c_contiguous
@@ -566,7 +567,7 @@ def test_a_result_of_the_wrong_shape_ends_the_worker_and_the_batch_runs_elsewher
     (batch,) = rig.take(Batch)
     rig.hello(b"w1")
     rows = np.zeros(shape, dtype=np.uint8)
-    rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
+    rig.worker(Result(EPOCH, batch.batch_id, 0, 1, True, np.zeros(0, dtype=np.int32), rows))
     assert rig.killed == [b"w0"]
     assert rig.take(Reply) == []
     assert [ids(again) for again in rig.take(Batch, b"w1")] == [[1]]
@@ -576,8 +577,8 @@ def test_results_of_another_epoch_or_an_unknown_batch_change_nothing(rig: Rig) -
     rig.request(1, [1])
     (batch,) = rig.take(Batch)
     rows = oracle_rows(batch)
-    rig.worker(Result(EPOCH + 1, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
-    rig.worker(Result(EPOCH, batch.batch_id + 1, 1, np.zeros(0, dtype=np.int32), rows))
+    rig.worker(Result(EPOCH + 1, batch.batch_id, 0, 1, True, np.zeros(0, dtype=np.int32), rows))
+    rig.worker(Result(EPOCH, batch.batch_id + 1, 0, 1, True, np.zeros(0, dtype=np.int32), rows))
     assert rig.take(Reply) == []
     rig.finish(batch)
     rig.finish(batch)
@@ -605,7 +606,7 @@ def test_what_does_not_answer_a_batch_of_its_sender_is_counted_and_changes_nothi
     def answer(batch: Batch, epoch: int = EPOCH) -> Message:
         if failed:
             return BatchFailed(epoch, batch.batch_id, "raised")
-        return Result(epoch, batch.batch_id, 5000, np.zeros(0, dtype=np.int32), oracle_rows(batch))
+        return Result(epoch, batch.batch_id, 0, 5000, True, np.zeros(0, dtype=np.int32), oracle_rows(batch))
 
     rig.hello(b"w1")
     for request_id in range(6):
@@ -724,7 +725,7 @@ def test_no_message_that_can_be_read_stops_the_scheduler_whatever_it_says(metric
     ]
     from_workers = [
         Hello(PROTOCOL_VERSION, "w9", 1, FACTS),
-        Result(EPOCH, 1, 10, np.zeros(0, dtype=np.int32), np.ones((2, 64), dtype=np.uint8)),
+        Result(EPOCH, 1, 0, 10, True, np.zeros(0, dtype=np.int32), np.ones((2, 64), dtype=np.uint8)),
         BatchFailed(EPOCH, 1, "raised"),
         Beat(EPOCH, 0),
         Goodbye("leaves"),
@@ -836,7 +837,7 @@ def test_a_nonfinite_row_of_a_span_names_its_sequence(rig: Rig) -> None:
 def test_a_result_with_a_row_a_sequence_where_spans_were_asked_for_ends_the_worker(rig: Rig) -> None:
     rig.gateway(make_request(1, *SEQUENCES, spans=SPANS))
     (batch,) = rig.take(Batch)
-    rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), oracle_rows(batch)[:3]))
+    rig.worker(Result(EPOCH, batch.batch_id, 0, 1, True, np.zeros(0, dtype=np.int32), oracle_rows(batch)[:3]))
     assert rig.killed == [b"w0"]
     assert rig.take(Reply) == []
 
@@ -918,7 +919,7 @@ def test_sparse_rows_come_back_as_wide_as_their_batch_needed_and_never_next_to_d
 def test_a_sparse_result_that_says_nonsense_ends_the_worker(rig: Rig, rows: np.ndarray) -> None:
     rig.gateway(make_request(1, [1], [2], encoding="sparse"))
     (batch,) = rig.take(Batch)
-    rig.worker(Result(EPOCH, batch.batch_id, 1, np.zeros(0, dtype=np.int32), rows))
+    rig.worker(Result(EPOCH, batch.batch_id, 0, 1, True, np.zeros(0, dtype=np.int32), rows))
     assert rig.killed == [b"w0"]
     assert rig.take(Reply) == []
 
@@ -927,7 +928,7 @@ def test_a_sparse_row_that_is_not_finite_may_say_anything(rig: Rig) -> None:
     rig.gateway(make_request(1, [1], [2], encoding="sparse"))
     (batch,) = rig.take(Batch)
     rows = np.array([[0, 0, 0, 0], [0xFF, 0xFF, 0xFF, 0xFF]], dtype=np.uint8)
-    rig.worker(Result(EPOCH, batch.batch_id, 1, np.array([1], dtype=np.int32), rows))
+    rig.worker(Result(EPOCH, batch.batch_id, 0, 1, True, np.array([1], dtype=np.int32), rows))
     assert rig.killed == []
     assert [(failure.code, failure.sequence) for failure in rig.take(Failure)] == [("nonfinite_output", 1)]
 
@@ -1176,7 +1177,7 @@ def test_what_waited_behind_an_input_that_is_held_back_runs_at_once(rig: Rig) ->
 
 def in_pieces(rig: Rig, batch: Batch, *pieces: int) -> None:
     rows = oracle_rows(batch)
-    rig.worker(Result(EPOCH, batch.batch_id, 5000, NO_NUMBERS, rows, np.array(pieces, dtype=np.int32)))
+    rig.worker(Result(EPOCH, batch.batch_id, 0, 5000, True, NO_NUMBERS, rows, np.array(pieces, dtype=np.int32)))
 
 
 def lengths_of(batches: list[Batch]) -> list[list[int]]:
@@ -1435,7 +1436,7 @@ def test_an_answer_that_makes_no_sense_is_held_against_its_input_whatever_beats_
         for _ in range(2):
             rig.tick(250 * MS)
             rig.worker(Beat(EPOCH, 0), peer)
-        rig.worker(Result(EPOCH, batch.batch_id, 1, NO_NUMBERS, oracle_rows(batch)[:0]), peer)
+        rig.worker(Result(EPOCH, batch.batch_id, 0, 1, True, NO_NUMBERS, oracle_rows(batch)[:0]), peer)
         rig.hello(following)
     assert [failure.code for failure in rig.take(Failure)] == ["input_quarantined"]
 
@@ -1610,7 +1611,9 @@ def test_a_full_queue_refuses_what_opens_and_takes_what_belongs_to_an_accepted_r
         rig.request(1, [1] * 10)
         (batch,) = rig.take(Batch)
         rows = oracle_rows(batch)
-        rig.worker(Result(EPOCH, batch.batch_id, 6_000_000, np.zeros(0, dtype=np.int32), rows))  # 6 s for ten tokens
+        rig.worker(
+            Result(EPOCH, batch.batch_id, 0, 6_000_000, True, np.zeros(0, dtype=np.int32), rows)
+        )  # 6 s for ten tokens
     for request_id in range(2, 5):  # one that runs, and two that wait
         rig.request(request_id, [request_id] * 10)
     assert rig.take(Failure) == []
@@ -1731,7 +1734,7 @@ def test_a_worker_in_a_long_step_has_its_next_batch_before_it_ends_though_anothe
     rig.tick(37 * MS)
     assert rig.take(Batch) == []
     wake_ns = rig.core.next_tick_ns()
-    assert 38 * MS <= wake_ns - rig.now_ns + 37 * MS < 39 * MS
+    assert 39 * MS <= wake_ns - rig.now_ns + 37 * MS < 40 * MS
     rig.tick(wake_ns - rig.now_ns)
     assert [ids(batch) for batch in rig.take(Batch, b"w0")] == [[4] * 5]
 

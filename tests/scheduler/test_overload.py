@@ -94,6 +94,7 @@ class Simulation:
         self._held[peer] = deque()
         hello = Hello(PROTOCOL_VERSION, peer.decode(), 1, FACTS)
         self._perform(self.core.on_worker_message(peer, hello, self.now_ns))
+        self._perform(self.core.form_batches(self.now_ns))
 
     def cost_ns(self, peer: bytes) -> int:
         """Of the step that a worker runs."""
@@ -162,8 +163,9 @@ class Simulation:
             self._begin(peer)
         self.finished(peer, len(batch.token_ids))
         rows = np.zeros((batch.num_rows, row_bytes(0, DIMENSIONS)), dtype=np.uint8)
-        result = Result(EPOCH, batch.batch_id, step_us, np.zeros(0, dtype=np.int32), rows)
+        result = Result(EPOCH, batch.batch_id, 0, step_us, True, np.zeros(0, dtype=np.int32), rows)
         self._perform(self.core.on_worker_message(peer, result, self.now_ns))
+        self._perform(self.core.form_batches(self.now_ns))
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

@@ -42,7 +42,7 @@ from common.protocol import (
 )
 from common.transport import Dealer, address, now_ns, prepare_run_dir
 from scheduler.core import ToWorker
-from scheduler.server import Server
+from scheduler.server import Server, _Timer
 from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_vector
 from tests.scheduler.test_core import make_request
 from tests.timing import assert_in_time
@@ -407,7 +407,7 @@ def test_a_peer_of_this_version_is_taken_in_and_one_of_another_is_told_why_not_w
     if version == PROTOCOL_VERSION:
         assert isinstance(answer, Welcome if role == "gateways" else Ping)
         return
-    reason = f"this scheduler speaks protocol 5, the peer {version}; install one version of hedgerow"
+    reason = f"this scheduler speaks protocol {PROTOCOL_VERSION}, the peer {version}; install one version of hedgerow"
     assert answer == Refuse("version", reason)
     assert reason in caplog.text
 
@@ -434,3 +434,22 @@ def test_a_second_scheduler_of_a_run_folder_exits_with_75_and_the_first_goes_on(
             gateway.close()
     assert first.returncode == 0, errors
     assert not list(Path(run_dir).glob("*.sock"))
+
+
+def test_the_timer_wakes_a_poll_within_a_fraction_of_a_millisecond_and_not_before() -> None:
+    timer = _Timer()
+    poller = zmq.Poller()
+    poller.register(timer.fd, zmq.POLLIN)
+    late_ns = []
+    try:
+        for number in range(1, 41):
+            at_ns = now_ns() + number * 130_000
+            timer.set(at_ns)
+            assert poller.poll(5000) == [(timer.fd, zmq.POLLIN)]
+            late_ns.append(now_ns() - at_ns)
+        timer.set(now_ns() + 3_600_000_000_000)
+        assert poller.poll(0) == []  # though it was readable before
+    finally:
+        timer.close()
+    assert min(late_ns) >= 0
+    assert_in_time(sorted(late_ns)[20] / 1e9, 0.0005)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from scheduler.batching import Part, Pending
@@ -88,12 +90,42 @@ def test_nothing_is_a_small_step_while_nothing_is_known() -> None:
     assert StepSizes().small(StepTime(), MOST, 100, 20) == Sizes(MOST, MOST)
 
 
-def test_steps_of_documents_are_small_though_queries_alone_have_run_in_small_ones() -> None:
+def after(num_steps: int, step_ms: Callable[[int], float], step_time: StepTime) -> int:
+    """Small steps of documents, after so many that took what they take."""
+    sizes = StepSizes()
+    for _ in range(num_steps):
+        size = sizes.small(step_time, 4096, 310, 0).alone
+        step_time.observe(size // 310 * 310, 400, round(step_ms(size // 310 * 310) * 1000))
+    return sizes.small(step_time, 4096, 310, 0).alone
+
+
+def an_h200s_ms(num_tokens: int) -> float:
+    """Between queries and full steps no line, but stairs: 2,048 tokens are the last that take so little."""
+    return 1.95 if num_tokens <= 640 else 3.7 if num_tokens <= 2048 else 5.1 if num_tokens <= 2816 else 7.3
+
+
+def test_a_small_step_is_found_by_trying_whatever_a_line_between_others_says() -> None:
     step_time = StepTime()
     for _ in range(5):
         step_time.observe(20, 20, 960)
-        step_time.observe(4030, 400, 6500)
-    assert StepSizes().small(step_time, 4096, 310, 0).alone == 2731
+        step_time.observe(620, 400, 1950)
+        step_time.observe(3720, 400, 7300)
+    assert 1860 / (step_time.predict_ms(1860, 400) or 0) < 0.9 * 3720 / 7.3  # the line from 620 to 3,720
+    assert after(20, an_h200s_ms, step_time) == 2048
+
+
+def test_documents_have_small_steps_of_their_own_where_queries_alone_have_run_in_small_ones() -> None:
+    step_time = StepTime()
     for _ in range(5):
-        step_time.observe(1900, 400, 3130)
-    assert StepSizes().small(step_time, 4096, 310, 0).alone == 2048
+        step_time.observe(20, 20, 960)
+        step_time.observe(3584, 20, 21_000)  # 179 queries, and something was amiss
+        step_time.observe(3720, 400, 7300)
+    assert after(20, an_h200s_ms, step_time) == 2048
+
+
+def test_what_is_tried_is_no_shorter_than_a_batch_takes_to_a_worker_and_back() -> None:
+    step_time = StepTime()
+    for _ in range(5):
+        step_time.observe(3720, 400, 7300)
+        step_time.observe(310, 400, 400)
+    assert StepSizes().small(step_time, 4096, 310, 0).alone == 1024  # 1.6 ms, where 683 are 1.0

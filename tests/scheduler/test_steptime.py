@@ -197,3 +197,45 @@ def test_a_first_step_of_its_size_that_another_class_contradicts_is_not_believed
 def test_a_class_is_believed_of_smaller_steps_than_it_has_seen() -> None:
     model = learned(*[(20, 20, 1.0), (1000, 20, 2.0)] * 5, *[(4096, 400, 6.6)] * 5, (310, 310, 1.3))
     assert model.predict_ms(310, 310) == pytest.approx(1.3)
+
+
+def test_of_smaller_steps_than_a_class_has_seen_the_others_tell() -> None:
+    model = learned(*[(20, 20, 1.0), (1000, 20, 2.0)] * 5, *[(4096, 400, 8.0)] * 5)
+    assert model.predict_ms(1000, 400) == pytest.approx(2.0)
+    assert model.predict_ms(2548, 400) == pytest.approx(5.0)  # half-way from there
+    assert model.predict_ms(5, 400) == pytest.approx(1.0)
+    model = learned(*[(20, 20, 3.0)] * 5, *[(4096, 400, 2.0)] * 5)
+    assert model.predict_ms(20, 400) == pytest.approx(2.0)  # no more than a larger one
+
+
+def test_a_step_that_is_not_typical_is_something_to_go_by_until_the_first_that_is() -> None:
+    model = StepTime()
+    model.observe(100, 20, 25_000, is_typical=False)
+    model.observe(900, 20, 25_000, is_typical=False)
+    assert model.predict_ms(100, 20) == pytest.approx(25)
+    model.observe(100, 20, 2_000)
+    assert model.predict_ms(900, 20) == pytest.approx(18)  # in proportion: nothing else is known any more
+    for _ in range(3):
+        model.observe(900, 20, 25_000, is_typical=False)
+    assert model.predict_ms(900, 20) == pytest.approx(18)
+    assert model.queue_ms(900, 512, 20) == pytest.approx(4)  # after one step a larger one counts as no longer
+
+
+def test_a_size_is_to_be_tried_until_some_steps_of_about_it_have_run_lately() -> None:
+    model = learned(*[(600, 400, 2.0), (4000, 400, 7.0)] * 5)
+    assert not model.is_to_be_tried(600, 400)
+    assert not model.is_to_be_tried(4000, 400)
+    assert model.is_to_be_tried(600, 20)  # those were of other lengths
+    for _ in range(3):
+        assert model.is_to_be_tried(2000, 400)
+        model.observe(2000, 400, 3_700)
+    assert not model.is_to_be_tried(2000, 400)
+    assert model.is_to_be_tried(2400, 400)  # a fifth more is another size
+    for _ in range(5000):
+        model.observe(600, 400, 2_000)
+    assert model.is_to_be_tried(2000, 400)
+
+
+def test_a_size_that_no_step_comes_to_is_not_tried_for_ever() -> None:
+    model = learned(*[(600, 400, 2.0), (4000, 400, 7.0)] * 5)
+    assert sum(model.is_to_be_tried(2000, 400) for _ in range(1000)) == 50

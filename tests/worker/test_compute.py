@@ -35,6 +35,7 @@ class FakeRows:
         self._rows = rows
         self._failure = failure
         self.progress: Progress | None = None
+        self.is_typical = True
         self.arrived = threading.Event()
         self.waited_for = threading.Event()
 
@@ -209,6 +210,25 @@ def test_rows_that_are_not_finite_are_named(host: Harness, metrics: Metrics) -> 
     assert metrics.nonfinite_rows._value.get() == before + 1
 
 
+def test_a_result_says_how_long_its_batch_has_waited_and_whether_the_next_will_take_as_long(device: Harness) -> None:
+    device.launch(5, batch_id=1)
+    device.launch(6, batch_id=2)
+    first, second = device.engine.steps
+    second.is_typical = False
+    time.sleep(0.05)
+    first.arrived.set()
+    result = device.next()
+    assert isinstance(result, Result)
+    assert (result.is_typical, result.waited_us + result.step_us >= 50_000) == (True, True)
+    alone_us = result.waited_us
+
+    second.arrived.set()
+    result = device.next()
+    assert isinstance(result, Result)
+    assert not result.is_typical
+    assert result.waited_us >= 50_000 - alone_us  # until the first one had ended
+
+
 def test_a_step_that_raises_fails_its_batch_and_the_next_one_runs(host: Harness, metrics: Metrics) -> None:
     before = metrics.step_failures._value.get()
     host.compute.submit(make_batch([[0]], batch_id=1))
@@ -275,7 +295,7 @@ def test_of_a_batch_that_is_followed_the_times_come_before_the_result(device: Ha
 
 def test_a_step_that_has_run_before_its_launch_returns_was_launched_when_it_was_staged() -> None:
     batch = dataclasses.replace(make_batch([[5]]), times_ns=np.array([1]))
-    step = _Step(batch, launched_ns=10, returned_ns=40)
+    step = _Step(batch, arrived_ns=5, launched_ns=10, returned_ns=40)
 
     times = _times_of(step, Progress(staged_ns=15, computed_ns=30), began_ns=10, copied_ns=50)
 
@@ -284,7 +304,7 @@ def test_a_step_that_has_run_before_its_launch_returns_was_launched_when_it_was_
 
 def test_a_step_that_was_launched_behind_another_began_when_that_one_ended() -> None:
     batch = dataclasses.replace(make_batch([[5]]), times_ns=np.array([1]))
-    step = _Step(batch, launched_ns=10, returned_ns=20)
+    step = _Step(batch, arrived_ns=5, launched_ns=10, returned_ns=20)
 
     times = _times_of(step, Progress(staged_ns=15, computed_ns=90), began_ns=60, copied_ns=95)
 

@@ -12,7 +12,7 @@ import torch
 
 from common.metrics import Metrics
 from worker.driver import Driver
-from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place
+from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, _Captured, largest_capacity, place
 from worker.ragged import Capacity
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -162,6 +162,34 @@ def test_whoever_waits_for_the_device_waits_for_a_capture_to_end(tmp_path: Path,
         thread.join(10)
 
     assert sorted(ended) == ["capture", "synchronize"]
+
+
+class Short(Stuck):
+    """Which has no memory for a graph, or has."""
+
+    has_memory = False
+
+    def _capture(self, key: Key) -> _Captured:  # type: ignore[override]  # this one ends
+        if not self.has_memory:
+            raise torch.OutOfMemoryError
+        return _Captured(None, 0, 0)  # type: ignore[arg-type]  # it is not replayed
+
+
+def test_a_graph_is_expected_where_keys_get_one_but_not_of_one_that_cannot_or_while_memory_is_short(
+    tmp_path: Path, metrics: Metrics
+) -> None:
+    assert not Stuck(tmp_path, metrics).expects(key(64))  # which captures nothing by itself
+    graphs = Short(tmp_path, metrics)
+    graphs._lazy = True
+    assert graphs.expects(key(64))
+    assert not graphs.capture(key(64))
+    assert not graphs.expects(key(64))
+    assert not graphs.expects(key(128))
+    graphs.has_memory = True
+    assert graphs.capture(key(128))
+    assert graphs.expects(key(64))
+    graphs._fail(key(64), "it cannot")
+    assert not graphs.expects(key(64))
 
 
 class TestOnADevice:
