@@ -122,6 +122,35 @@ def test_a_graph_computes_the_same_bits_as_eager_launches(engine: Engine, tmp_pa
     np.testing.assert_array_equal(replayed.rows, eager.rows)
 
 
+def test_a_step_is_typical_once_its_capacity_has_a_graph_or_where_it_will_never_have_one(
+    engine: Engine, tmp_path: Path
+) -> None:
+    def runner_with(graphs: str) -> DeviceRunner:
+        return DeviceRunner.build(
+            engine._model,
+            Output(["last"], [], engine._model.hidden_size),
+            WorkerConfig(run_dir="unused", cache_dir=str(tmp_path), graphs=graphs),
+            max_tokens=MAX_TOKENS,
+            largest_batch_tokens=MAX_TOKENS,
+            device=engine._device,
+            fingerprint=f"typical-{graphs}",
+            metrics=engine._metrics,
+        )
+
+    def is_typical(runner: DeviceRunner, batch: Batch) -> bool:
+        lazy = runner.run(batch)
+        lazy.numpy()
+        while runner.has_chores:
+            runner.tend()
+        return lazy.is_typical
+
+    small, large = random_batch([20] * 25, seed=4), random_batch([16_385], seed=4)
+    runner = runner_with("lazy")
+    assert [is_typical(runner, small) for _ in range(4)] == [False, False, True, True]  # eager, on its way, replayed
+    assert is_typical(runner, large)
+    assert is_typical(runner_with("off"), small)
+
+
 @pytest.mark.slow
 def test_steps_of_every_kind_find_their_kernels_compiled_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton

@@ -352,11 +352,11 @@ def test_a_signal_lets_the_batch_in_hand_finish_and_no_other_begin(
     worker = start(slow_folder, "--threads", "1", "--drain-timeout-s", "300")  # a busy machine takes its time
     worker.hello()
     worker.ping(1)
-    worker.send(make_batch([[1] * 4096], epoch=1, batch_id=1))
+    worker.send(make_batch([[1] * 4096] * 2, epoch=1, batch_id=1))
     worker.receive(lambda message: message == Beat(1, 1))
 
     worker.process.send_signal(number)
-    time.sleep(0.1)  # what follows must come after the signal, which is not seen from here
+    worker.receive(lambda message: message == Beat(1, 2))  # it has heard the signal: as if it held all that it may
     worker.send(make_batch([[1]], epoch=1, batch_id=2))
 
     while not (answers := worker.answers(within_s=0.5)):
