@@ -225,6 +225,15 @@ async def test_of_sixty_four_clients_at_once_each_gets_its_own_vectors(
 # --- one truth ---
 
 
+def test_a_workers_weights_lie_in_large_pages_where_the_kernel_has_them(ready: Suite) -> None:
+    kernels = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not kernels.exists() or "[never]" in kernels.read_text():
+        pytest.skip("this kernel has no large pages for who asks")
+    for pid in ready.pids("worker").values():
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        assert int(rollup.partition("\nAnonHugePages:")[2].split()[0]) > 40_000  # kB, of 90,000 of weights
+
+
 def test_metrics_are_the_same_whichever_gateway_answers(ready: Suite) -> None:
     seen: set[str] = set()
     for _ in range(12):  # a new connection each: both gateways accept from the one socket

@@ -140,7 +140,8 @@ def test_of_several_models_each_has_programs_and_a_folder_of_its_own(run_dir: st
     )
     assert parser["program:worker-A"]["environment"] == (
         f'HEDGEROW_RUN_DIR="{run_dir}/A",HEDGEROW_MODEL="/models/a",HEDGEROW_SERVED_MODEL_NAME="A",HEDGEROW_TASK="auto",'
-        'CUDA_VISIBLE_DEVICES="0,GPU-6f",HEDGEROW_SLOT="%(process_num)d",OMP_WAIT_POLICY="passive"'
+        'CUDA_VISIBLE_DEVICES="0,GPU-6f",HEDGEROW_SLOT="%(process_num)d",OMP_WAIT_POLICY="passive",'
+        'GLIBC_TUNABLES="glibc.malloc.hugetlb=1"'
     )
     assert [parser[f"program:worker-{name}"]["numprocs"] for name in ("A", "b.2")] == ["2", "1"]
     assert "CUDA_VISIBLE_DEVICES" not in parser["program:worker-b.2"]["environment"]
