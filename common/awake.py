@@ -79,8 +79,8 @@ def check_cores() -> None:
     """Raises ValueError: what keeps cores awake would take the time of those that work."""
     if usable_cpus() < len(os.sched_getaffinity(0)):
         raise ValueError(
-            "--keep-awake would use up the CPU time that this container may use (cpu.max), which is less than that of "
-            "the cores that it sees: leave it out, or give the container cores of its own (cpuset)"
+            "--keep-awake takes a fifth of each core that this container sees, of which it may not use all the time "
+            "(cpu.max): leave it out, or give the container cores of its own (cpuset)"
         )
 
 

@@ -55,7 +55,7 @@ _HANDOVER_NS = 1_000_000
 _FIRST_LEAD_NS, _LEAST_LEAD_NS, _MOST_LEAD_NS = 1_600_000, 500_000, 3_000_000
 _LATE_SHARE, _LATE_NS = 0.05, 100_000
 _AT_REST_US = 300  # a batch waits for so long in a worker at rest, or until the end of a step was noticed
-_WAKES_NS = 200_000  # after it was due the loop has woken, mostly
+_AT_ONCE_NS = 200_000  # so soon after a step's end as soon as could be
 _LEAD_SHARE = 0.05  # of the step, at least; of a long one, as on a CPU, it is also what matters
 
 # Beats that tell of fewer batches than were sent for so long: these never arrived. By the clock, since after a
@@ -93,6 +93,7 @@ class InFlight:
     sent_ns: int
     predicted_ns: int  # 0 where nothing is known
     was_kept_open: bool  # its slot, until it had to be sent
+    was_sent_early: bool  # as soon as there was a slot, since the step before it takes no longer than the ways
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +112,7 @@ class Worker:
     num_missing: int = 0  # how often what it was sent never arrived, without any result since
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
+    is_kept_open: bool = False  # its free slot, though something waits that could fill it
     lead_ns: float = _FIRST_LEAD_NS  # how long before the end of a step the next batch is sent, at the latest
     fitting_tokens: int | None = None  # of a batch, while memory is short
     memory_back_ns: int = 0  # from when on it is taken not to be, as long as fitting_tokens says anything
@@ -165,22 +167,29 @@ class Worker:
             return ends_ns - _HANDOVER_NS
         return self._opens_ns(running) if late else 0
 
-    def is_kept_open(self, now_ns: int) -> bool:
-        """Whether the other slot was open until now only since nothing is sent before it must be."""
-        if len(self.in_flight) != 1:
-            return False
+    def goes_by_lead(self, now_ns: int, begins_in_ns: int) -> bool:
+        """Whether it is `lead_ns` that keeps the free slot of a worker with one batch open."""
         (running,) = self.in_flight.values()
-        opens_ns = self._opens_ns(running)
-        return self.running_since_ns < opens_ns <= now_ns <= opens_ns + _WAKES_NS
+        by_share = _LEAD_SHARE * running.predicted_ns > self.lead_ns
+        return not by_share and self.busy_ns(now_ns) <= begins_in_ns + _HANDOVER_NS
 
     def _opens_ns(self, running: InFlight) -> int:
         lead_ns = max(int(self.lead_ns), int(_LEAD_SHARE * running.predicted_ns))
         return self.running_since_ns + running.predicted_ns - lead_ns
 
+    def is_sent_early(self, now_ns: int) -> bool:
+        """Whether what is sent now goes as soon as there is a slot, only since the step that runs takes no longer than
+        `lead_ns`."""
+        if len(self.in_flight) != 1 or now_ns - self.running_since_ns > _AT_ONCE_NS:
+            return False
+        (running,) = self.in_flight.values()
+        return self._opens_ns(running) <= self.running_since_ns
+
     def learn_lead(self, batch: InFlight, waited_us: int) -> None:
         """Send what is kept open sooner if this batch came too late, else a little later."""
-        if batch.was_kept_open:
-            lead_ns = self.lead_ns + _LATE_NS * ((waited_us < _AT_REST_US) - _LATE_SHARE)
+        is_late = waited_us < _AT_REST_US
+        if batch.was_kept_open or (batch.was_sent_early and not is_late):  # else it could have been no sooner
+            lead_ns = self.lead_ns + _LATE_NS * (is_late - _LATE_SHARE)
             self.lead_ns = min(max(lead_ns, _LEAST_LEAD_NS), _MOST_LEAD_NS)
 
 
@@ -195,6 +204,7 @@ class Fleet:
         self._latency_target_ms = latency_target_ms
         self._workers: dict[bytes, Worker] = {}
         self._next_batch_id = 1
+        self._is_late = False  # as the last who asked for a free worker had it
 
     def join(self, worker: Worker) -> None:
         # Who is new has nothing to catch up with; least of all one that dies again and again.
@@ -231,14 +241,18 @@ class Fleet:
         and the next one is not there yet: 0.6 % where times are a third off (2026-11-30, simulated).
         """
         begins_in_ns = self.begins_in_ns(now_ns)
-        free = [
-            worker
-            for worker in self._workers.values()
-            if now_ns - worker.last_heard_ns < SUSPECT_NS
-            and worker.rests_until_ns <= now_ns
-            and (free_at_ns := worker.free_at_ns(now_ns, begins_in_ns, late=late)) is not None
-            and free_at_ns <= now_ns
-        ]
+        self._is_late = late
+        free = []
+        for worker in self._workers.values():
+            if now_ns - worker.last_heard_ns >= SUSPECT_NS or worker.rests_until_ns > now_ns:
+                continue
+            free_at_ns = worker.free_at_ns(now_ns, begins_in_ns, late=late)
+            if free_at_ns is None:
+                continue
+            if free_at_ns <= now_ns:
+                free.append(worker)
+            elif late and worker.goes_by_lead(now_ns, begins_in_ns):
+                worker.is_kept_open = True
         return min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
 
     def begins_in_ns(self, now_ns: int) -> int:
@@ -320,8 +334,10 @@ class Fleet:
             spans=spans,
             times_ns=np.array([now_ns]) if [r for r in requests if len(r.times_ns)] else NO_TIMES,
         )
-        was_kept_open = worker.is_kept_open(now_ns)
+        was_kept_open, was_sent_early = worker.is_kept_open, self._is_late and worker.is_sent_early(now_ns)
+        worker.is_kept_open = False
         if not worker.in_flight:
+            was_kept_open = False  # its step ended before its time
             worker.running_since_ns = now_ns
         longest = int(batch.lengths.max())
         predicted_ms = worker.step_time.predict_ms(len(batch.token_ids), longest)
@@ -337,6 +353,7 @@ class Fleet:
             sent_ns=now_ns,
             predicted_ns=int((predicted_ms or 0) * 1e6),
             was_kept_open=was_kept_open,
+            was_sent_early=was_sent_early,
         )
         return batch
 

@@ -115,7 +115,8 @@ class _Timer:
     def set(self, at_ns: int) -> None:
         """By the clock of `now_ns`. Until then it is not readable, whatever it was before."""
         self._times[2], self._times[3] = divmod(at_ns, 1_000_000_000)
-        self._libc.timerfd_settime(self.fd, _TIMER_ABSTIME, self._times, None)
+        if self._libc.timerfd_settime(self.fd, _TIMER_ABSTIME, self._times, None) < 0:
+            raise OSError(ctypes.get_errno(), "the timer cannot be set")
 
     def close(self) -> None:
         os.close(self.fd)

@@ -1,7 +1,7 @@
 """How long a step takes, learned from results. Pure: no clock.
 
 One model, several uses: how many tokens make a step of so many milliseconds, how long what waits will take, when the
-step that runs will end. Steps are sorted by their number of tokens, in cells a factor of √2 wide, and by their longest
+step that runs will end. Steps are sorted by their number of tokens, in cells a factor of ⁴√2 wide, and by their longest
 sequence, since attention grows with its square. A cell keeps the mean of its tokens and of its milliseconds, smoothed;
 between cells of one class of lengths a line leads from mean to mean. Beyond its smallest and largest the nearest class
 that reaches so far says how time grows; or, where the two have no size in common, how long a step takes. (That happens
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass, field
 
 TYPICAL_LENGTH = 256  # tokens of the longest sequence, where a prediction is of a batch that is not formed yet
@@ -33,7 +32,7 @@ _ODD = 3.0  # times what was expected, or a part of it
 _ODD_STEPS = 3  # in a row that are believed
 
 # So few steps say nothing of larger ones than were seen, which then count as no longer: the first touch memory and
-# compile, and by a second for ten tokens everybody who waits would be refused.
+# compile, and by a second for ten tokens everybody who waits would be refused. Nor is a size known by fewer.
 _FEW_STEPS = 3
 
 # So many steps later what a step took says little of the next: clocks fall, neighbours come. And so often a size is
@@ -111,23 +110,21 @@ class StepTime:
         self._curves: dict[int, _Curve] = {}
         self._found: dict[int, list[_Curve]] = {}  # by class of lengths, what `_nearest` has found since the last step
         self._num_steps = 0
-        self._knows_typical = False
+        self._untypical: StepTime | None = None  # what is known of those that are not typical, if any was seen
         self._seen: dict[tuple[int, int], int] = {}  # by class and cell, when the last step was, in steps
-        self._tries: Counter[tuple[int, int]] = Counter()  # likewise, since the last one
+        self._tries: dict[tuple[int, int], tuple[int, int]] = {}  # likewise, since when, and how many
 
     def observe(self, num_tokens: int, longest: int, step_us: int, *, is_typical: bool = True) -> None:
         """Learn from a step of so many tokens, `longest` of them in its longest sequence.
 
-        One that is not typical (see Result) is something to go by until the first that is.
+        One that is not typical (see Result) takes longer than its like will: what it took is the most that such steps
+        take, as long as none so large was typical.
         """
-        if is_typical != self._knows_typical:
-            if not is_typical:
-                return
-            self._knows_typical = True
-            self._curves.clear()
-            self._found.clear()
-            self._seen.clear()
-            self._num_steps = 0
+        if not is_typical:
+            if self._untypical is None:
+                self._untypical = StepTime()
+            self._untypical.observe(num_tokens, longest, step_us)
+            return
         curves = self._nearest(longest)
         is_known = curves and curves[0].num_tokens[0] <= num_tokens <= max(curve.reach for curve in curves)
         expected_ms = _predict(curves, num_tokens) if is_known else None
@@ -135,14 +132,25 @@ class StepTime:
         self._num_steps += 1
         kind = bisect_left(_LENGTH_CLASSES, longest), _cell_of(num_tokens)
         self._seen[kind] = self._num_steps
-        del self._tries[kind]
+        self._tries.pop(kind, None)
         curve = self._curves.setdefault(kind[0], _Curve())
         curve.add(num_tokens, max(step_us, 1) / 1000, expected_ms)
 
-    def predict_ms(self, num_tokens: int, longest: int) -> float | None:
+    def predict_ms(self, num_tokens: float, longest: int) -> float | None:
         """Milliseconds that such a step will take; None before anything was observed."""
         curves = self._nearest(longest)
-        return _predict(curves, num_tokens) if curves else None
+        most_ms = None
+        if self._untypical is not None and (not curves or num_tokens > self.reach):
+            most_ms = self._untypical.predict_ms(num_tokens, longest)
+        if not curves:
+            return most_ms
+        ms = _predict(curves, num_tokens)
+        return ms if most_ms is None else min(ms, most_ms)
+
+    @property
+    def reach(self) -> float:
+        """Tokens of the largest typical steps of any lengths."""
+        return max((curve.reach for curve in self._curves.values() if curve.ms), default=0.0)
 
     def is_to_be_tried(self, num_tokens: int, longest: int) -> bool:
         """Whether a step of about this size should run, since what is predicted of it is a guess by others, or old.
@@ -154,24 +162,31 @@ class StepTime:
         cell = curve.cells.get(kind[1]) if curve else None
         if cell is not None and cell.num_steps >= _FEW_STEPS and self._num_steps - self._seen[kind] < _FRESH_STEPS:
             return False
-        self._tries[kind] += 1
-        return self._tries[kind] <= _MOST_TRIES
+        since, tries = self._tries.get(kind, (self._num_steps, 0))
+        if self._num_steps - since >= _FRESH_STEPS:
+            since, tries = self._num_steps, 0
+        self._tries[kind] = since, tries + 1
+        return tries < _MOST_TRIES
 
     def budget(self, target_ms: float, longest: int, most: int) -> int:
         """The most tokens, at least 1 and at most `most`, of a step that takes no longer than `target_ms`.
 
         Where any step takes longer, the most that cost hardly more than one does. `most` where nothing was observed.
         """
-        curves = self._nearest(longest)
-        if not curves:
+        least_ms = self.predict_ms(1, longest)
+        if least_ms is None:
             return most
-        target_ms = max(target_ms, _SMALLEST_TIMES * _predict(curves, 1))
-        if _predict(curves, most) <= target_ms:
+        target_ms = max(target_ms, _SMALLEST_TIMES * least_ms)
+
+        def is_short(num_tokens: int) -> bool:
+            return (self.predict_ms(num_tokens, longest) or 0.0) <= target_ms
+
+        if is_short(most):
             return most
         low, high = 1, most  # what takes no longer, and what takes longer
         while high - low > 1:
             middle = (low + high) // 2
-            if _predict(curves, middle) <= target_ms:
+            if is_short(middle):
                 low = middle
             else:
                 high = middle
@@ -179,13 +194,12 @@ class StepTime:
 
     def queue_ms(self, num_tokens: int, max_batch_tokens: int, longest: int) -> float | None:
         """Milliseconds for what waits, which runs in full batches; None before anything was observed."""
-        curves = self._nearest(longest)
-        if not curves:
-            return None
-        most = max(curve.reach for curve in curves) if self._num_steps < _FEW_STEPS else math.inf
+        if not self._curves:
+            return None if self._untypical is None else self._untypical.queue_ms(num_tokens, max_batch_tokens, longest)
+        most = self.reach if self._num_steps < _FEW_STEPS else math.inf
         batches, rest = divmod(num_tokens, max_batch_tokens)
-        rest_ms = _predict(curves, min(rest, most)) if rest else 0.0
-        return batches * _predict(curves, min(max_batch_tokens, most)) + rest_ms
+        rest_ms = self.predict_ms(min(rest, most), longest) or 0.0 if rest else 0.0
+        return batches * (self.predict_ms(min(max_batch_tokens, most), longest) or 0.0) + rest_ms
 
     def _nearest(self, longest: int) -> list[_Curve]:
         """The curves that say anything, the one of this class of lengths first, then those of the classes beside it."""

@@ -71,6 +71,7 @@ from gateway.client import Ledger, OpenRequest, Options
 from scheduler.batching import MAX_LOSSES, Part
 from scheduler.core import Action, Kill, Scheduler, ToGateway
 from scheduler.fleet import SUSPECT_NS
+from scheduler.server import _LEAST_SLEEP_NS
 from tests.fakes import DIMENSIONS, FACTS, oracle_result, oracle_row
 from worker.core import EXIT_REFUSED, EXIT_STUCK, Worker
 
@@ -207,7 +208,7 @@ class SchedulerProcess(Process):
         self._turn("g")
         self._perform(self.core.on_tick(self.world.now_ns))
         self.world.check_scheduler(self.core)
-        due_ns = MS + max(0, self.core.next_tick_ns() - self.world.now_ns)
+        due_ns = max(_LEAST_SLEEP_NS, self.core.next_tick_ns() - self.world.now_ns)
         self.wake(0 if self.gone["w"] or self.gone["g"] else due_ns)
 
     def _turn(self, side: str) -> None:

@@ -186,6 +186,7 @@ class Compute:
         try:
             result = step.rows.numpy()
         except Exception as error:  # noqa: BLE001  # what the device did wrong shows only here
+            self._finished_ns = time.monotonic_ns()
             self._fail(step, error)
             return
         # A step that was launched behind another has run since that one's end.

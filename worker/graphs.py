@@ -156,7 +156,7 @@ class GraphRunner:
         self._wanted: OrderedDict[Key, None] = OrderedDict()  # in the order in which they are captured
         self._failed: dict[Key, str] = {}
         self._size_bytes = 0
-        self._is_short = False  # of memory, so that keys stay eager for who knows how long
+        self._lacking: int | None = None  # tokens of a key that there was no memory for: who knows how long
         self._next_capture_s = 0.0
         self._capturing = threading.Lock()
         self._hot: set[Key] = set()  # of the last run, and not used in this one yet
@@ -176,7 +176,8 @@ class GraphRunner:
 
     def expects(self, key: Key) -> bool:
         """Whether a key that has no graph is to get one soon, with which it will take less time."""
-        return self._lazy and not self._is_short and key not in self._failed
+        has_memory = self._lacking is None or key.capacity.tokens < self._lacking
+        return self._lazy and has_memory and key not in self._failed
 
     def run(self, key: Key) -> bool:
         """Launch a key's forward pass; whether by replaying a graph."""
@@ -214,7 +215,7 @@ class GraphRunner:
             with self._capturing:
                 captured = self._capture(key)
         except torch.OutOfMemoryError:
-            self._is_short = True
+            self._lacking = min(key.capacity.tokens, self._lacking or key.capacity.tokens)
             self._forget_empty_pool()
             torch.cuda.empty_cache()
             logger.info("no memory for a graph of %s now", _text(key))
@@ -228,7 +229,8 @@ class GraphRunner:
             took_s = time.monotonic() - started_s
             self._next_capture_s = time.monotonic() + took_s / _CAPTURE_SHARE
         self._captured[key] = captured
-        self._is_short = False
+        if self._lacking is not None and key.capacity.tokens >= self._lacking:
+            self._lacking = None
         if key in self._hot:
             self._captured.move_to_end(key, last=False)  # what this run has used is dearer
         self._size_bytes += captured.size_bytes

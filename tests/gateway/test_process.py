@@ -50,6 +50,22 @@ def test_the_library_tokenizes_a_list_on_no_more_threads_than_are_asked_for(num_
     assert int(run.stdout) == started
 
 
+_MAIN = """
+import os
+from common.config import GatewayConfig
+from gateway.process import main
+main(GatewayConfig(run_dir="unused", tokenizer_threads=7, api_keys_file="nowhere"), lambda: None)
+print(os.environ["RAYON_NUM_THREADS"])
+"""
+
+
+def test_a_gateway_bounds_them_before_anything_else() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _MAIN], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout.split() == ["7"]
+
+
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as sock:

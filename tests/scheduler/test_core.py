@@ -115,10 +115,17 @@ class Rig:
         )
 
     def finish(
-        self, batch: Batch, peer: bytes = b"w0", nonfinite: tuple[int, ...] = (), *, step_us: int = 5000
+        self,
+        batch: Batch,
+        peer: bytes = b"w0",
+        nonfinite: tuple[int, ...] = (),
+        *,
+        waited_us: int = 0,
+        step_us: int = 5000,
+        is_typical: bool = True,
     ) -> None:
-        rows = oracle_rows(batch)
-        self.worker(Result(EPOCH, batch.batch_id, 0, step_us, True, np.array(nonfinite, dtype=np.int32), rows), peer)
+        ids, nonfinite_rows = (EPOCH, batch.batch_id), np.array(nonfinite, dtype=np.int32)
+        self.worker(Result(*ids, waited_us, step_us, is_typical, nonfinite_rows, oracle_rows(batch)), peer)
 
     def sent(self) -> list[tuple[bytes, Message]]:
         """All that is on the record, which is empty then."""
@@ -446,7 +453,7 @@ def test_requests_that_come_together_take_turns_by_tenant_and_lane_as_ever(rig: 
     first, second = rig.take(Batch)
     rig.gateway(
         together(
-            make_request(1, [1], lane="backfill"),
+            make_request(1, [1] * 64, lane="backfill"),
             make_request(2, [2], tenant=1),
             make_request(3, [3], tenant=1),
             make_request(4, [4], tenant=2),
@@ -458,7 +465,7 @@ def test_requests_that_come_together_take_turns_by_tenant_and_lane_as_ever(rig: 
     rig.finish(second)
     rig.live(1)
     (batch,) = rig.take(Batch)
-    assert ids(batch) == [1]
+    assert ids(batch) == [1] * 64
 
 
 def test_batches_are_formed_once_for_all_that_has_been_heard(rig: Rig) -> None:
@@ -1761,6 +1768,47 @@ def test_a_second_batch_is_closed_shortly_before_the_first_one_ends(rig: Rig) ->
     (second,) = rig.take(Batch)
     assert second.lengths.tolist() == [5, 7]
     assert len(first.token_ids) == 60
+
+
+def closes_after_ms(rig: Rig, num_tokens: int) -> float:
+    """How long after a step of so many tokens has begun the batch behind it is closed; both run, in their time."""
+    rig.request(1000 + rig.core._next_arrival, [1] * num_tokens)
+    (first,) = rig.take(Batch)
+    rig.request(1000 + rig.core._next_arrival, [2] * num_tokens)
+    assert rig.take(Batch) == []
+    began_ns, wake_ns = rig.now_ns, rig.core.next_tick_ns()
+    rig.tick(wake_ns - rig.now_ns)
+    (second,) = rig.take(Batch)
+    for batch in (first, second):
+        rig.finish(batch, step_us=num_tokens * 1000, waited_us=0 if batch is second else 9000)
+    return (wake_ns - began_ns) / MS
+
+
+def test_a_step_that_is_not_typical_changes_nothing_that_is_known(rig: Rig) -> None:
+    learn(rig)
+    for request_id in (1, 2, 3, 4, 5):
+        rig.request(request_id, [1] * 20)
+        (batch,) = rig.take(Batch)
+        rig.finish(batch, step_us=200_000, is_typical=False)
+    assert closes_after_ms(rig, 20) == pytest.approx(18.4, abs=0.1)
+
+
+def test_the_batch_behind_a_step_is_closed_sooner_after_one_that_came_too_late(rig: Rig) -> None:
+    learn(rig)
+    assert closes_after_ms(rig, 20) - closes_after_ms(rig, 20) == pytest.approx(0.095, abs=0.001)
+
+
+def test_what_answers_a_result_is_there_before_the_next_batch_is_formed(rig: Rig) -> None:
+    for request_id in (1, 2, 3):
+        rig.request(request_id, [request_id] * 40)
+    first, _ = rig.take(Batch)
+    result = Result(EPOCH, first.batch_id, 0, 5000, True, NO_NUMBERS, oracle_rows(first))
+    (reply,) = rig.core.on_worker_message(b"w0", result, rig.now_ns)
+    (batch,) = rig.core.form_batches(rig.now_ns)
+    assert not isinstance(reply, Kill)
+    assert not isinstance(batch, Kill)
+    assert isinstance(reply.message, Reply)
+    assert isinstance(batch.message, Batch)
 
 
 def test_a_batch_that_is_full_is_closed_at_once(rig: Rig) -> None:

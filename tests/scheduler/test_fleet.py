@@ -157,12 +157,19 @@ def lead_ms(worker: Worker, fleet: Fleet) -> float:
     return (worker.running_since_ns + 16 * MS - opens_ns) / MS
 
 
-def run_late(fleet: Fleet, worker: Worker, *, waited_us: int, after_ms: float = 0.0) -> None:
-    """Give a worker that has a batch of 16 the next one so long after its slot opens, and end the first one."""
+def run_late(fleet: Fleet, worker: Worker, *, waited_us: int, after_ms: float = 0.0, waits: bool = True) -> None:
+    """Give a worker that has a batch the next one so long after its slot opens, and end the first one.
+
+    `waits`: whether something has waited for that.
+    """
     opens_ns = fleet.next_free_ns(NOW_NS)
     assert opens_ns is not None
-    now_ns = opens_ns + int(after_ms * MS)
-    give(fleet, worker, 16, now_ns)
+    worker.last_heard_ns = NOW_NS
+    if waits and opens_ns > NOW_NS:
+        assert fleet.free_worker(opens_ns - 1, late=True) is None
+    now_ns = max(NOW_NS, opens_ns) + int(after_ms * MS)
+    assert fleet.free_worker(now_ns, late=True) is worker
+    give(fleet, worker, worker.num_tokens, now_ns)
     first, second = worker.in_flight
     fleet.release(worker, first, NOW_NS)
     worker.learn_lead(worker.in_flight[second], waited_us)
@@ -176,25 +183,44 @@ def test_what_is_kept_open_is_sent_as_late_as_one_of_twenty_is_late(fleet: Fleet
         # Its ways take 1.2 ms and more, and the rest it waits in the worker.
         waited_us = max(0, round((lead_ms(worker, fleet) - 1.2 - rng.expovariate(5)) * 1000))
         late.append(waited_us < 300)
-        run_late(fleet, worker, waited_us=waited_us)
+        run_late(fleet, worker, waited_us=waited_us, after_ms=rng.uniform(0, 0.3))  # as late as the loop wakes
     assert sum(late[1000:]) / len(late[1000:]) == pytest.approx(0.05, abs=0.01)
     assert 1.8 < lead_ms(worker, fleet) < 2.6  # 1.2, 0.3, and what 95 of 100 take at most beyond: 0.6
 
 
-def test_of_what_could_not_have_been_sent_sooner_nothing_is_learned(fleet: Fleet) -> None:
+def test_of_what_could_have_been_sent_no_sooner_nothing_is_learned(fleet: Fleet) -> None:
     worker = join(fleet, "only", 16)
     before = lead_ms(worker, fleet)
-    run_late(fleet, worker, waited_us=0, after_ms=1.0)  # it came later than its slot opened
+    run_late(fleet, worker, waited_us=0, waits=False)  # it came when its slot was open
     assert lead_ms(worker, fleet) == before
-    run_late(fleet, worker, waited_us=9000, after_ms=-3.0)  # nobody was there for whom it would have been kept open
-    assert lead_ms(worker, fleet) == before
-    run_late(fleet, worker, waited_us=0, after_ms=0.1)
+    run_late(fleet, worker, waited_us=0)
     assert lead_ms(worker, fleet) > before
+
+
+def test_of_a_long_step_of_which_a_share_decides_nothing_is_learned(fleet: Fleet) -> None:
+    worker = join(fleet, "only", 64)
+    run_late(fleet, worker, waited_us=0)
+    assert worker.lead_ns == 1_600_000
+
+
+def test_what_is_sent_a_whole_step_early_is_sent_later_again_where_it_waits(fleet: Fleet) -> None:
+    worker = Worker(b"only", "only", 1, FACTS, NOW_NS)
+    for _ in range(5):
+        worker.step_time.observe(16, 4, 1_500)  # a step of 1.5 ms: there is a slot from its beginning on
+    fleet.join(worker)
+    give(fleet, worker, 16)
+    run_late(fleet, worker, waited_us=0)
+    assert worker.lead_ns == 1_600_000  # no sooner than at once
+    run_late(fleet, worker, waited_us=900)
+    assert worker.lead_ns == 1_595_000
+    for _ in range(100):
+        run_late(fleet, worker, waited_us=900)
+    assert worker.lead_ns < 1_500_000
 
 
 @pytest.mark.parametrize(("waited_us", "bound_ms"), [(0, 3.0), (9000, 0.5)])
 def test_what_is_learned_has_bounds(fleet: Fleet, waited_us: int, bound_ms: float) -> None:
-    worker = join(fleet, "only", 16)
+    worker = join(fleet, "only", 4)
     for _ in range(1000):
         run_late(fleet, worker, waited_us=waited_us)
     assert worker.lead_ns == bound_ms * MS

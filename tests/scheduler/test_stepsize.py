@@ -129,3 +129,25 @@ def test_what_is_tried_is_no_shorter_than_a_batch_takes_to_a_worker_and_back() -
         step_time.observe(3720, 400, 7300)
         step_time.observe(310, 400, 400)
     assert StepSizes().small(step_time, 4096, 310, 0).alone == 1024  # 1.6 ms, where 683 are 1.0
+
+
+def test_without_a_full_step_no_small_one_is_taken_to_do_as_much() -> None:
+    """Queries come from the first moment on, so that full steps would never run of themselves."""
+    step_time = StepTime()
+    for _ in range(5):
+        step_time.observe(20, 20, 960)
+    assert StepSizes().small(step_time, 4096, 310, 20).alone == 4096
+    for _ in range(5):
+        step_time.observe(640, 400, 1950)
+    assert StepSizes().small(step_time, 4096, 310, 20).alone == 4096
+    assert after(30, an_h200s_ms, step_time) == 2048
+
+
+def test_a_size_is_not_tried_where_somebody_waits_with_whom_another_will_run() -> None:
+    step_time = StepTime()
+    for _ in range(5):
+        step_time.observe(620, 400, 1950)
+        step_time.observe(3720, 400, 7300)
+    asked = [StepSizes().small(step_time, 4096, 310, 20).alone for _ in range(100)]
+    assert set(asked) == {2731}  # as the line says
+    assert StepSizes().small(step_time, 4096, 310, 0).alone == 1024

@@ -208,17 +208,35 @@ def test_of_smaller_steps_than_a_class_has_seen_the_others_tell() -> None:
     assert model.predict_ms(20, 400) == pytest.approx(2.0)  # no more than a larger one
 
 
-def test_a_step_that_is_not_typical_is_something_to_go_by_until_the_first_that_is() -> None:
+def test_steps_that_are_not_typical_are_all_that_is_known_until_the_first_that_is() -> None:
     model = StepTime()
     model.observe(100, 20, 25_000, is_typical=False)
-    model.observe(900, 20, 25_000, is_typical=False)
+    model.observe(900, 20, 27_000, is_typical=False)
     assert model.predict_ms(100, 20) == pytest.approx(25)
+    assert model.predict_ms(500, 20) == pytest.approx(26)
+    assert model.queue_ms(900, 512, 20) == pytest.approx(26.03 + 25.72, abs=0.1)
+    assert model.budget(26, 20, 900) == 900  # 1.25 times what one token takes
+    assert model.reach == 0
     model.observe(100, 20, 2_000)
-    assert model.predict_ms(900, 20) == pytest.approx(18)  # in proportion: nothing else is known any more
+    assert model.predict_ms(100, 20) == pytest.approx(2)
+
+
+def test_beyond_what_was_typical_a_step_takes_no_longer_than_one_that_was_not() -> None:
+    """Queries have their graph at once; of documents each first step is launched kernel by kernel."""
+    model = learned(*[(20, 20, 1.0)] * 5)
+    assert model.predict_ms(4000, 400) == pytest.approx(200)
     for _ in range(3):
-        model.observe(900, 20, 25_000, is_typical=False)
-    assert model.predict_ms(900, 20) == pytest.approx(18)
-    assert model.queue_ms(900, 512, 20) == pytest.approx(4)  # after one step a larger one counts as no longer
+        model.observe(4000, 400, 25_000, is_typical=False)
+    assert model.predict_ms(4000, 400) == pytest.approx(25)
+    assert model.predict_ms(40, 400) == pytest.approx(2)
+    assert model.queue_ms(40_000, 4000, 400) == pytest.approx(250)
+    assert model.budget(30, 400, 4000) == 4000
+    for _ in range(3):
+        model.observe(4000, 400, 7_000)
+    assert model.predict_ms(4000, 400) == pytest.approx(7)
+    for _ in range(9):
+        model.observe(4000, 400, 25_000, is_typical=False)
+    assert model.predict_ms(4000, 400) == pytest.approx(7)
 
 
 def test_a_size_is_to_be_tried_until_some_steps_of_about_it_have_run_lately() -> None:
@@ -239,3 +257,6 @@ def test_a_size_is_to_be_tried_until_some_steps_of_about_it_have_run_lately() ->
 def test_a_size_that_no_step_comes_to_is_not_tried_for_ever() -> None:
     model = learned(*[(600, 400, 2.0), (4000, 400, 7.0)] * 5)
     assert sum(model.is_to_be_tried(2000, 400) for _ in range(1000)) == 50
+    for _ in range(5000):
+        model.observe(600, 400, 2_000)
+    assert sum(model.is_to_be_tried(2000, 400) for _ in range(1000)) == 50  # lengths may be others by now

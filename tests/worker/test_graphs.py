@@ -185,9 +185,14 @@ def test_a_graph_is_expected_where_keys_get_one_but_not_of_one_that_cannot_or_wh
     assert not graphs.capture(key(64))
     assert not graphs.expects(key(64))
     assert not graphs.expects(key(128))
+    assert not graphs.capture(key(128))
     graphs.has_memory = True
     assert graphs.capture(key(128))
     assert graphs.expects(key(64))
+    graphs.has_memory = False
+    assert not graphs.capture(key(512))
+    assert graphs.expects(key(64))  # of which it says nothing
+    assert not graphs.expects(key(1024))
     graphs._fail(key(64), "it cannot")
     assert not graphs.expects(key(64))
 
