@@ -145,7 +145,8 @@ class StepTime:
         if not curves:
             return most_ms
         ms = _predict(curves, num_tokens)
-        return ms if most_ms is None else min(ms, most_ms)
+        # But no less than a smaller one.
+        return ms if most_ms is None else min(ms, max(most_ms, _predict(curves, self.reach)))
 
     @property
     def reach(self) -> float:

@@ -239,6 +239,13 @@ def test_beyond_what_was_typical_a_step_takes_no_longer_than_one_that_was_not() 
     assert model.predict_ms(4000, 400) == pytest.approx(7)
 
 
+def test_a_larger_step_takes_no_less_than_a_smaller_one_whatever_one_took_that_was_not_typical() -> None:
+    model = learned(*[(20, 20, 1.0), (1000, 20, 30.0)] * 5)
+    model.observe(1200, 20, 25_000, is_typical=False)
+    assert model.predict_ms(1100, 20) == pytest.approx(30)
+    assert model.predict_ms(4000, 20) == pytest.approx(25 * 4000 / 1200)
+
+
 def test_a_size_is_to_be_tried_until_some_steps_of_about_it_have_run_lately() -> None:
     model = learned(*[(600, 400, 2.0), (4000, 400, 7.0)] * 5)
     assert not model.is_to_be_tried(600, 400)
