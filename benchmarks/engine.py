@@ -48,14 +48,14 @@ from safetensors import safe_open
 from benchmarks.plain import Launch, PlainQwen3, Read, Rows, as_matrix
 from benchmarks.record import write_result
 from benchmarks.trace import Started, batch_of, profile, run_ahead, start_engine, summarize, warm
-from common.models import find_model
-from worker.checkpoint import Checkpoint
-from worker.models.qwen3 import Qwen3Config
+from common.model_location import find_model
+from worker.checkpoint.declared import Checkpoint
+from worker.models.families.qwen3 import Qwen3Config
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
-    from common.protocol import Batch, ModelFacts
-    from worker.engine import Engine
+    from common.wire.messages import Batch, ModelFacts
+    from worker.engine.engine import Engine
 
 _BYTES_PER_S = 4.3e12
 _OPERATIONS_PER_S = 790e12

@@ -67,32 +67,28 @@ from benchmarks.load import run_load
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus, Lines
 from common.metrics import Metrics, open_metrics
-from common.protocol import (
+from common.text.tokenization import Tokenizer
+from common.wire.codec import Frame, Message, decode, encode
+from common.wire.messages import (
     NO_NUMBERS,
     PROTOCOL_VERSION,
     Batch,
     Beat,
-    Frame,
     Hello,
     Join,
-    Message,
     ModelFacts,
     Ping,
-    Replies,
     Reply,
     Request,
-    Requests,
     Result,
     Welcome,
-    decode,
-    encode,
 )
-from common.tokenization import Tokenizer
-from common.transport import Dealer, Router, address, now_ns, prepare_run_dir
+from common.wire.packing import Replies, Requests
+from common.wire.transport import Dealer, Router, address, now_ns, prepare_run_dir
 from gateway.client import Ledger, OpenRequest, Options
-from gateway.requests import EmbeddingRequest, Limits, LocalRequest, Outcome, read_request
+from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, Outcome, read_request
 from gateway.routes import openai
-from scheduler.core import Kill, Scheduler
+from scheduler.state import Kill, Scheduler
 
 SEQUENCES, TOKENS, DIMENSIONS = 25, 20, 1024
 BULK_TEXTS, BULK_DIMENSIONS = 32, 384

@@ -18,9 +18,9 @@ from safetensors import safe_open
 from torch.nn.functional import embedding, linear, normalize, scaled_dot_product_attention, silu
 
 if TYPE_CHECKING:
-    from common.protocol import Batch
-    from worker.models.qwen3 import Qwen3Config
-    from worker.modules import Pooling
+    from common.wire.messages import Batch
+    from worker.checkpoint.modules import Pooling
+    from worker.models.families.qwen3 import Qwen3Config
 
 Rows = npt.NDArray[np.float32]
 Read = Callable[[], Rows]  # waits for the rows of a step that was launched

@@ -42,8 +42,8 @@ from benchmarks.clients import Connection, LoadError, Target, open_connection
 from benchmarks.load import percentile
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus
-from common.protocol import PIECE_MOMENTS
-from common.transport import now_ns
+from common.wire.messages import PIECE_MOMENTS
+from common.wire.transport import now_ns
 from gateway.trace import MOMENTS, STAGES
 
 ALL_STAGES = ("accept", *STAGES, "write")

@@ -59,7 +59,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-    from common.protocol import ModelFacts
+    from common.wire.messages import ModelFacts
 
 Vector = npt.NDArray[np.floating[Any]]
 Rows: TypeAlias = "Vector | csr_array"  # [texts, dimensions], or scores: [pairs]
@@ -498,11 +498,11 @@ class InProcess:
         """Raises QualityError: the model is not here, or cannot be served."""
         from common.config import WorkerConfig
         from common.metrics import Metrics
-        from common.models import ModelNotFound, find_model
-        from common.pairs import pair_tokenizer
-        from common.tokenization import Tokenizer, TruncationRule
-        from worker.engine import Engine
-        from worker.files import ModelError
+        from common.model_location import ModelNotFound, find_model
+        from common.text.pairs import pair_tokenizer
+        from common.text.tokenization import Tokenizer, TruncationRule
+        from worker.checkpoint.files import ModelError
+        from worker.engine.engine import Engine
 
         config = WorkerConfig(run_dir="unused", device="cpu", dtype="float32", task=task)
         try:
@@ -544,7 +544,8 @@ class InProcess:
         row_starts: list[int] | None = None,
         type_starts: list[int] | None = None,
     ) -> Rows:
-        from common.protocol import ENCODINGS, Batch
+        from common.wire.messages import Batch
+        from common.wire.rows import ENCODINGS
 
         facts = self.facts
         sparse = "sparse" in facts.tasks
@@ -589,7 +590,7 @@ def _steps(lengths: list[int], budget: int) -> Iterator[tuple[int, int]]:
 def _read_sparse(rows: npt.NDArray[np.uint8], dimensions: int) -> csr_array:
     from scipy.sparse import csr_array
 
-    from common.protocol import read_sparse
+    from common.wire.rows import read_sparse
 
     columns, values = zip(*map(read_sparse, rows), strict=True)
     offsets = np.cumsum([0, *map(len, columns)])

@@ -37,9 +37,10 @@ import torch
 
 from common.config import DEFAULT_MODEL, WorkerConfig
 from common.metrics import Metrics
-from common.models import find_model
-from common.protocol import FLOAT32, Batch
-from worker.engine import Engine
+from common.model_location import find_model
+from common.wire.messages import Batch
+from common.wire.rows import FLOAT32
+from worker.engine.engine import Engine
 
 LONG, SHORT, NUM_SHORT = 256, 4, 31
 MEDIAN_LENGTH, SIGMA, SHORTEST, LONGEST = 15, 1.947, 3, 256

@@ -24,10 +24,10 @@ from functools import partial
 import numpy as np
 import orjson
 
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.client import Rows
 from gateway.formats import EncodingFormat
-from gateway.requests import Outcome
+from gateway.model_requests import Outcome
 from gateway.routes.openai import render
 
 NUM_TURNS = 50

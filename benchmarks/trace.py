@@ -40,12 +40,12 @@ import torch
 from benchmarks.record import write_result
 from common.config import WorkerConfig
 from common.metrics import Metrics
-from common.models import find_model
+from common.model_location import find_model
 from tests.models import make_batch, random_sequences
-from worker.engine import Engine
+from worker.engine.engine import Engine
 
 if TYPE_CHECKING:
-    from common.protocol import Batch, ModelFacts
+    from common.wire.messages import Batch, ModelFacts
 
 SHAPES = {"25x20": [20] * 25, "16x32": [32] * 16}
 _NUM_STEPS = 40

@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from common import plan
+from common.deploy import plan
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 TASKS = ("auto", "embed", "score", "sparse")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.plan import model_run_dir
+from common.deploy.plan import model_run_dir
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram, Metric

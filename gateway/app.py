@@ -41,22 +41,21 @@ from common.errors import (
     TooLarge,
 )
 from common.metrics import Metrics
-from common.protocol import ModelFacts, Spans, max_rows
-from common.tokenization import TokenIds
-from common.transport import now_ns
-from gateway import cors, openapi
-from gateway.accept import Acceptor, ConnectionCounts
-from gateway.answers import JSON, error_headers, render_error, request_id_of, server_timing
-from gateway.auth import Key, KeyCheck, settle_lane
-from gateway.body import BodyLimits, read_body
-from gateway.budgets import Budgets
+from common.text.tokenization import TokenIds
+from common.wire.messages import ModelFacts, Spans, max_rows
+from common.wire.transport import now_ns
+from gateway import openapi
 from gateway.client import Embedded, OpenRequest, Options, Readiness, Rows, SchedulerClient
-from gateway.encoding import Model, Threads
+from gateway.edge import cors
+from gateway.edge.auth import Key, KeyCheck, settle_lane
+from gateway.edge.body import BodyLimits, read_body
+from gateway.edge.budgets import Budgets
+from gateway.edge.connection_balancer import Acceptor, ConnectionCounts
+from gateway.edge.http import HttpLimits, Server
+from gateway.edge.memory_budget import Held, Memory
+from gateway.error_responses import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.formats import OCTETS, as_written, check_finite, json_list, prefers_octets
-from gateway.http import HttpLimits, Server
-from gateway.memory import Held, Memory
-from gateway.models import Models, Served
-from gateway.requests import (
+from gateway.model_requests import (
     Asked,
     ContextualRequest,
     EmbeddingRequest,
@@ -70,8 +69,10 @@ from gateway.requests import (
     Request,
     read_fields,
 )
+from gateway.models import Models, Served
 from gateway.routes import operations, operations_by_path, pages
 from gateway.schema import Fields, parse_object, unsupported
+from gateway.tokenizing import Model, Threads
 from gateway.trace import RequestTrace
 
 logger = logging.getLogger(__name__)

@@ -38,10 +38,9 @@ from common.errors import (
 )
 from common.log import Seldom
 from common.metrics import Metrics
-from common.protocol import (
-    ENCODINGS,
+from common.wire.codec import Message
+from common.wire.messages import (
     LANES,
-    MAX_REQUESTS,
     NO_NUMBERS,
     NO_SPANS,
     NO_TIMES,
@@ -51,22 +50,19 @@ from common.protocol import (
     Failure,
     Goodbye,
     Join,
-    Message,
     ModelFacts,
     Ping,
     Refuse,
-    Replies,
     Reply,
     Request,
-    Requests,
     Spans,
     Trace,
     Welcome,
     max_rows,
-    row_bytes,
-    sparse_bytes,
 )
-from common.transport import Dealer, address, now_ns
+from common.wire.packing import MAX_REQUESTS, Replies, Requests
+from common.wire.rows import ENCODINGS, row_bytes, sparse_bytes
+from common.wire.transport import Dealer, address, now_ns
 from gateway.trace import RequestTrace
 
 logger = logging.getLogger(__name__)

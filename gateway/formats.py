@@ -17,7 +17,7 @@ import orjson
 import pybase64
 
 from common.errors import InvalidRequest, NonfiniteOutput
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.client import Rows
 from gateway.schema import check_at_most, unsupported
 
@@ -46,7 +46,7 @@ RowFormat = Literal[
     "base64_signed_binary",
 ]
 
-# The encoding (of common/protocol.py) that a worker is asked for.
+# The encoding (of common/wire/rows.py) that a worker is asked for.
 ENCODINGS: dict[RowFormat, str] = {
     "float": "float32",
     "base64": "float32",

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 from common.errors import Overloaded
 from gateway.client import Readiness, SchedulerClient
-from gateway.encoding import Encoder, Threads
 from gateway.schema import is_served, model_not_found
+from gateway.tokenizing import Encoder, Threads
 
 
 @dataclass(slots=True, eq=False)

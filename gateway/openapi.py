@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.answers import ErrorBody
-from gateway.requests import Operation
+from gateway.error_responses import ErrorBody
+from gateway.model_requests import Operation
 from gateway.routes import operations_by_path
 from gateway.routes.operations import Health, Info, ModelCard, ModelList, Ready
 from gateway.trace import STAGES, FollowedRequest

@@ -21,12 +21,12 @@ import uvloop
 
 from common import log
 from common.config import GatewayConfig, api_key_from_environment, bound_tokenizer_threads
+from common.deploy.plan import model_run_dir
 from common.errors import EX_CONFIG
 from common.metrics import Metrics, open_metrics
-from common.plan import model_run_dir
 from gateway.app import Gateway
-from gateway.auth import KeyCheck, KeysRefused, known_keys
 from gateway.client import SchedulerClient
+from gateway.edge.auth import KeyCheck, KeysRefused, known_keys
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest, NotFound
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 
 Fields = dict[str, object]
 

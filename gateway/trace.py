@@ -1,8 +1,9 @@
 """What happened when to a request whose client asks for that with `X-Trace: 1` (`benchmarks/profile_latency.py` does).
 
-Moments are read of one clock by every process on the way (`common/protocol.py` has those beyond this one), and the time
-between two of them is a stage, so that stages neither overlap nor leave anything out. The answer says how long each
-took in `Server-Timing`, and in `X-Trace`, as JSON, when: nanoseconds of CLOCK_MONOTONIC, counted from `start_ns` on.
+Moments are read of one clock by every process on the way (`common/wire/messages.py` has those beyond this one), and the
+time between two of them is a stage, so that stages neither overlap nor leave anything out. The answer says how long
+each took in `Server-Timing`, and in `X-Trace`, as JSON, when: nanoseconds of CLOCK_MONOTONIC, counted from `start_ns`
+on.
 
 A request that is cut into pieces has several ways through the scheduler and a worker; its stages are those of the piece
 that came back last.
@@ -19,8 +20,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from common.protocol import PIECE_MOMENTS, Trace
-from common.transport import now_ns
+from common.wire.messages import PIECE_MOMENTS, Trace
+from common.wire.transport import now_ns
 
 if TYPE_CHECKING:
     import numpy.typing as npt

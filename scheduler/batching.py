@@ -33,7 +33,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from common.protocol import LANES, Request
+from common.wire.messages import LANES, Request
 
 MAX_LOSSES = 3
 

@@ -24,19 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import ProtocolError
-from common.protocol import (
-    ENCODINGS,
-    NO_NUMBERS,
-    NO_SPANS,
-    NO_TIMES,
-    Batch,
-    Beat,
-    ModelFacts,
-    Result,
-    StepTimes,
-    row_bytes,
-    sparse_bytes,
-)
+from common.wire.messages import NO_NUMBERS, NO_SPANS, NO_TIMES, Batch, Beat, ModelFacts, Result, StepTimes
+from common.wire.rows import ENCODINGS, row_bytes, sparse_bytes
 from scheduler.batching import Part
 from scheduler.steptime import TYPICAL_LENGTH, StepTime
 

@@ -21,9 +21,11 @@ from common.config import SchedulerConfig
 from common.errors import ProtocolError, VersionMismatch
 from common.log import Seldom
 from common.metrics import Metrics, open_metrics
-from common.protocol import Hello, Join, Message, Refuse, Request, Requests
-from common.transport import PeerGone, PeerStuck, Router, address, now_ns
-from scheduler.core import Action, Kill, Scheduler, ToGateway, ToWorker, version_refusal
+from common.wire.codec import Message
+from common.wire.messages import Hello, Join, Refuse, Request
+from common.wire.packing import Requests
+from common.wire.transport import PeerGone, PeerStuck, Router, address, now_ns
+from scheduler.state import Action, Kill, Scheduler, ToGateway, ToWorker, version_refusal
 
 logger = logging.getLogger(__name__)
 

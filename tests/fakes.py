@@ -24,22 +24,10 @@ import zmq
 
 from common.config import SchedulerConfig
 from common.metrics import Metrics
-from common.protocol import (
-    ENCODINGS,
-    PROTOCOL_VERSION,
-    SPARSE,
-    Batch,
-    Beat,
-    Frame,
-    Hello,
-    Message,
-    ModelFacts,
-    Ping,
-    Result,
-    cu_seqlens,
-    row_bytes,
-)
-from common.transport import Dealer, address, prepare_run_dir
+from common.wire.codec import Frame, Message
+from common.wire.messages import PROTOCOL_VERSION, Batch, Beat, Hello, ModelFacts, Ping, Result, cu_seqlens
+from common.wire.rows import ENCODINGS, SPARSE, row_bytes
+from common.wire.transport import Dealer, address, prepare_run_dir
 from scheduler.server import Server
 
 DIMENSIONS = 16

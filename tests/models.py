@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from common.protocol import Batch
+from common.wire.messages import Batch
 
 if TYPE_CHECKING:
-    from worker.engine import Engine
+    from worker.engine.engine import Engine
 
 VOCAB_SIZE = 64
 HIDDEN_SIZE = 32

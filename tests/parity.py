@@ -20,7 +20,7 @@ from tests.worker.conftest import make_engine
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from worker.engine import Engine
+    from worker.engine.engine import Engine
 
 VOCAB_SIZE = 96
 _LENGTHS = (1, 2, 7, 8, 9, 31, 32, 33, 127, 128, 129)

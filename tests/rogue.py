@@ -11,7 +11,7 @@ from itertools import product
 
 import msgpack
 
-from common.protocol import MAX_FRAMES, MAX_HEADER_BYTES, Message, encode
+from common.wire.codec import MAX_FRAMES, MAX_HEADER_BYTES, Message, encode
 
 _NUM_KINDS = 18
 _MOST_FRAMES = 20

@@ -2,16 +2,16 @@
 
 What runs is what production runs: `gateway.client.Ledger`, `scheduler.core.Scheduler`, `worker.core.Worker`. Around
 each stands what its loop does (socket, timers, pidfds, signals), in a few lines that follow gateway/client.py,
-scheduler/server.py and worker/server.py; the device is an oracle whose every row is known.
+scheduler/server.py and worker/process/server.py; the device is an oracle whose every row is known.
 
     client ─▶ GatewayProcess ─ Dealer ═ Connection ═ SchedulerProcess ═ Connection ═ Dealer ─ WorkerProcess
 
-The network does what ZeroMQ was seen to do (common/transport.py), at the worst moment: a message takes a random time
-and overtakes none of its own connection; some arrive twice; a connection that breaks takes along what is on its way,
-and its two ends learn of it at different times; an end that comes back under a routing id that the other still holds
-for alive is swallowed; a message to a peer may fail while its last words still wait to be read, and then counts as its
-loss at once, or after these are heard. Processes crash, are stopped and go on, hang, drain, are restarted. Faults end
-after some seconds; then all must come to rest by itself.
+The network does what ZeroMQ was seen to do (common/wire/transport.py), at the worst moment: a message takes a random
+time and overtakes none of its own connection; some arrive twice; a connection that breaks takes along what is on its
+way, and its two ends learn of it at different times; an end that comes back under a routing id that the other still
+holds for alive is swallowed; a message to a peer may fail while its last words still wait to be read, and then counts
+as its loss at once, or after these are heard. Processes crash, are stopped and go on, hang, drain, are restarted.
+Faults end after some seconds; then all must come to rest by itself.
 
 Checked at every turn of the scheduler or of a worker, at every dispatch, and at the end:
 
@@ -52,28 +52,16 @@ import numpy.typing as npt
 
 from common.errors import DeadlineExceeded, ServiceError
 from common.metrics import Metrics
-from common.protocol import (
-    ENCODINGS,
-    LANES,
-    Batch,
-    BatchFailed,
-    Goodbye,
-    Hello,
-    Join,
-    Message,
-    Refuse,
-    Result,
-    cu_seqlens,
-    decode,
-    encode,
-)
+from common.wire.codec import Message, decode, encode
+from common.wire.messages import LANES, Batch, BatchFailed, Goodbye, Hello, Join, Refuse, Result, cu_seqlens
+from common.wire.rows import ENCODINGS
 from gateway.client import Ledger, OpenRequest, Options
 from scheduler.batching import MAX_LOSSES, Part
-from scheduler.core import Action, Kill, Scheduler, ToGateway
 from scheduler.fleet import SUSPECT_NS
 from scheduler.server import _LEAST_SLEEP_NS
+from scheduler.state import Action, Kill, Scheduler, ToGateway
 from tests.fakes import DIMENSIONS, FACTS, oracle_result, oracle_row
-from worker.core import EXIT_REFUSED, EXIT_STUCK, Worker
+from worker.process.state import EXIT_REFUSED, EXIT_STUCK, Worker
 
 US = 1_000
 MS = 1_000_000
@@ -369,7 +357,7 @@ class GatewayProcess(Process):
 
 
 class WorkerProcess(Process):
-    """The loop of worker/server.py around the core, and a device that runs one batch after the other."""
+    """The loop of worker/process/server.py around the core, and a device that runs one batch after the other."""
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)

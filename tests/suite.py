@@ -37,7 +37,7 @@ class Suite:
         self.process = subprocess.Popen(
             command
             or [
-                *(sys.executable, "-c", "import sys; from common.launch import main; sys.exit(main())", "serve"),
+                *(sys.executable, "-c", "import sys; from common.deploy.launch import main; sys.exit(main())", "serve"),
                 *("--device", "cpu", "--workers", "1", "--port", str(self.port), "--run-dir", run_dir, *flags),
             ],
             stdout=self._log,

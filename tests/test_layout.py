@@ -23,11 +23,11 @@ HOMES = {
     "safetensors": ("worker/",),
     "flashinfer": ("worker/",),
     "flash_attn": ("worker/",),
-    "zmq": ("common/transport.py", "gateway/client.py", "scheduler/server.py", "worker/server.py"),
-    "msgpack": ("common/protocol.py",),
-    "tokenizers": ("common/tokenization.py", "worker/"),
+    "zmq": ("common/wire/transport.py", "gateway/client.py", "scheduler/server.py", "worker/process/server.py"),
+    "msgpack": ("common/wire/codec.py",),
+    "tokenizers": ("common/text/tokenization.py", "worker/"),
     "prometheus_client": ("common/metrics.py",),
-    "huggingface_hub": ("common/models.py",),
+    "huggingface_hub": ("common/model_location.py",),
     "argparse": ("common/config.py",),
 }
 
@@ -79,7 +79,7 @@ SLOW_TO_IMPORT = {"torch", "transformers", "safetensors", "huggingface_hub", "su
     [
         ("gateway.process", set()),
         ("scheduler.server", {"aiohttp", "tokenizers", "uvloop"}),
-        ("worker.server, common.launch", {"aiohttp", "tokenizers", "uvloop"}),
+        ("worker.process.server, common.deploy.launch", {"aiohttp", "tokenizers", "uvloop"}),
     ],
 )
 def test_what_is_slow_to_import_is_not_in_the_way_of_a_start(modules: str, others: set[str]) -> None:
@@ -126,14 +126,14 @@ def test_no_duration_is_measured_by_a_clock_that_somebody_may_set(module: Path, 
 
 
 def test_only_config_reads_the_environment(module: Path, tree: ast.Module) -> None:
-    if module.as_posix() in {"common/config.py", "common/metrics.py", "common/launch.py"}:
+    if module.as_posix() in {"common/config.py", "common/metrics.py", "common/deploy/launch.py"}:
         return  # metrics and launch only write it, for prometheus_client and supervisord: checked below
     for node in ast.walk(tree):
         assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}), module
 
 
 def test_metrics_and_launch_write_the_environment_and_do_not_read_it() -> None:
-    for path in ("common/metrics.py", "common/launch.py"):
+    for path in ("common/metrics.py", "common/deploy/launch.py"):
         lines = [line.strip() for line in (ROOT / path).read_text().splitlines() if "environ" in line and "os." in line]
         assert all(
             line.startswith(("os.environ.update(", 'os.environ["PROMETHEUS_MULTIPROC_DIR"] =')) for line in lines

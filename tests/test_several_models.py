@@ -15,12 +15,12 @@ import pytest
 
 from common.config import WorkerConfig
 from common.metrics import Metrics
-from common.models import ModelFolder
+from common.model_location import ModelFolder
 from tests.gateway.wire import embed
 from tests.models import bert_config, write_bert
 from tests.models import embed as embed_alone
 from tests.suite import Suite
-from worker.engine import Engine
+from worker.engine.engine import Engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -82,7 +82,7 @@ async def test_processes_sockets_and_counts_of_each_are_apart(suite: Suite) -> N
     assert set(processes(suite)) == {"scheduler-A", "scheduler-B", "worker-A-0", "worker-B-0", "gateway-0"}
     for name in HIDDEN:
         assert Path(suite.run_dir, name, "workers.sock").is_socket()
-        assert f" worker-{name}-0 common.launch: starting: " in suite.log()
+        assert f" worker-{name}-0 common.deploy.launch: starting: " in suite.log()
     lines = suite.get("/metrics")[1].decode().splitlines()
     assert [line for line in lines if line.startswith("hedgerow_workers{")] == [
         f'hedgerow_workers{{model="{name}",state="{state}"}} 1.0' for name in HIDDEN for state in ("ready", "total")

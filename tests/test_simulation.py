@@ -12,10 +12,11 @@ import dataclasses
 import pytest
 
 from common.metrics import Metrics
-from common.protocol import Beat, Message
+from common.wire.codec import Message
+from common.wire.messages import Beat
 from gateway.client import Ledger
 from scheduler.batching import BatchQueue, Part, Pending
-from scheduler.core import Action, Kill, Scheduler
+from scheduler.state import Action, Kill, Scheduler
 from tests.simulation import LONG, MS, SECOND, SHORT, Cores, Plan, World, play
 
 

@@ -19,8 +19,8 @@ import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest
-from common.protocol import ModelFacts
-from common.tokenization import NameOf
+from common.text.tokenization import NameOf
+from common.wire.messages import ModelFacts
 from gateway.formats import (
     ENCODINGS,
     Dtype,
@@ -31,7 +31,7 @@ from gateway.formats import (
     json_rows,
     list_pieces,
 )
-from gateway.requests import (
+from gateway.model_requests import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
     TRUNCATION,

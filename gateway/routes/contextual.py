@@ -1,8 +1,8 @@
 """`POST /v1/contextualizedembeddings` as Perplexity's client speaks it: chunks → a vector of each. No sockets.
 
-The chunks of a document are read together, and each gets its own vector (see common/chunks.py). A document is never
-cut, so that `truncate: true` is refused. `normalize`, `truncate`, `lane` and `user` are as on `/v1/embeddings`, and so
-are formats: `float` is the default here, too.
+The chunks of a document are read together, and each gets its own vector (see common/text/chunks.py). A document is
+never cut, so that `truncate: true` is refused. `normalize`, `truncate`, `lane` and `user` are as on `/v1/embeddings`,
+and so are formats: `float` is the default here, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import orjson
 from msgspec import Meta
 
-from common.protocol import ModelFacts, cu_seqlens
-from gateway.answers import Usage, render_usage
+from common.wire.messages import ModelFacts, cu_seqlens
+from gateway.error_responses import Usage, render_usage
 from gateway.formats import (
     ENCODINGS,
     EncodingFormat,
@@ -26,7 +26,7 @@ from gateway.formats import (
     check_normalize,
     json_rows,
 )
-from gateway.requests import TEXTS_SCHEMA, Asked, ContextualRequest, Limits, Operation, Outcome
+from gateway.model_requests import TEXTS_SCHEMA, Asked, ContextualRequest, Limits, Operation, Outcome
 from gateway.schema import (
     Body,
     check_body,

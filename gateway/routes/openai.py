@@ -18,9 +18,9 @@ import orjson
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from common.protocol import ModelFacts
-from common.tokenization import NameOf, TruncationRule
-from gateway.answers import Error, Usage, error_object, render_usage
+from common.text.tokenization import NameOf, TruncationRule
+from common.wire.messages import ModelFacts
+from gateway.error_responses import Error, Usage, error_object, render_usage
 from gateway.formats import (
     ENCODINGS,
     IN_BASE64,
@@ -34,7 +34,7 @@ from gateway.formats import (
     check_normalize,
     json_rows,
 )
-from gateway.requests import (
+from gateway.model_requests import (
     INPUT_SCHEMA,
     Asked,
     EmbeddingRequest,

@@ -10,11 +10,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from common.config import GatewayConfig
-from common.protocol import PROTOCOL_VERSION, ModelFacts, max_rows
-from common.tokenization import MAX_CHARS_PER_TOKEN
-from gateway.body import BodyLimits
+from common.text.tokenization import MAX_CHARS_PER_TOKEN
+from common.wire.messages import PROTOCOL_VERSION, ModelFacts, max_rows
 from gateway.client import Readiness
-from gateway.http import HttpLimits
+from gateway.edge.body import BodyLimits
+from gateway.edge.http import HttpLimits
 from gateway.routes import contextual, rerank
 from gateway.schema import is_served, model_not_found
 

@@ -19,12 +19,12 @@ import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest
-from common.pairs import PairNames
-from common.protocol import ModelFacts
-from common.tokenization import TruncationRule
-from gateway.answers import Usage, render_usage
+from common.text.pairs import PairNames
+from common.text.tokenization import TruncationRule
+from common.wire.messages import ModelFacts
+from gateway.error_responses import Usage, render_usage
 from gateway.formats import check_finite, decimals, json_list, scores_of
-from gateway.requests import (
+from gateway.model_requests import (
     TEXT_OR_TEXTS_SCHEMA,
     TEXT_SCHEMA,
     TRUNCATION,

@@ -23,10 +23,11 @@ import orjson
 from msgspec import Meta
 
 from common.errors import InvalidRequest, NonfiniteOutput
-from common.protocol import ModelFacts, read_sparse
-from common.tokenization import NameOf, Token, Tokenizer, TruncationRule, input_too_long
+from common.text.tokenization import NameOf, Token, Tokenizer, TruncationRule, input_too_long
+from common.wire.messages import ModelFacts
+from common.wire.rows import read_sparse
 from gateway.formats import check_dimensions, check_finite, decimals, json_list, json_rows
-from gateway.requests import (
+from gateway.model_requests import (
     IDS_OR_LISTS_SCHEMA,
     INPUT_SCHEMA,
     TEXT_OR_TEXTS_SCHEMA,

@@ -19,11 +19,11 @@ import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest
-from common.pairs import PairNames
-from common.protocol import OWN_PAIRS, ModelFacts
-from common.tokenization import NameOf
+from common.text.pairs import PairNames
+from common.text.tokenization import NameOf
+from common.wire.messages import OWN_PAIRS, ModelFacts
 from gateway.formats import check_finite, decimals, json_list, probabilities_of, scores_of
-from gateway.requests import (
+from gateway.model_requests import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
     Asked,

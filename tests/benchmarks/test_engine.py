@@ -12,8 +12,8 @@ from benchmarks.engine import Costs, Shape, counters, engine_variant, lowest_cos
 from benchmarks.plain import PlainQwen3, as_matrix
 from benchmarks.trace import Started, batch_of, start_engine
 from tests.models import pplx_config, qwen3_config, write_pplx, write_qwen3
-from worker.checkpoint import Checkpoint
-from worker.models.qwen3 import Qwen3Config
+from worker.checkpoint.declared import Checkpoint
+from worker.models.families.qwen3 import Qwen3Config
 
 # Qwen3-0.6B without its mask.
 COSTS = Costs(linear_weights=440_400_000, num_layers=28, attention_width=2048, causal=False)

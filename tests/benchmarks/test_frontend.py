@@ -10,7 +10,7 @@ import pytest
 from benchmarks.frontend import Cost, facts_of, gateway_stages, mixed_texts, scheduler_stages, write_tokenizer
 from benchmarks.texts import LONGEST_TEXT, Corpus, invent_text
 from common.metrics import Metrics
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 
 
 @pytest.fixture

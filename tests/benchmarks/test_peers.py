@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from benchmarks import peers
 from benchmarks.peers import Contender, Record, Refused, Served, report
 from common.config import DEFAULT_MODEL
-from common.models import ModelNotFound, find_model
+from common.model_location import ModelNotFound, find_model
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

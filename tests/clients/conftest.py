@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, processors
 from common.config import GatewayConfig
 from common.errors import Overloaded
 from common.metrics import Metrics
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.app import Gateway
 from gateway.client import SchedulerClient
 from tests.fakes import DIMENSIONS, QUANTISING_FACTS, FakeWorker, RunningScheduler

@@ -16,7 +16,7 @@ import numpy as np
 import perplexity
 import pytest
 
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from tests.clients.conftest import ServeOracle, after_refusal
 from tests.fakes import oracle_row
 from tests.gateway.conftest import Running, Serve, vector

@@ -9,7 +9,7 @@ import pytest
 import voyageai
 import voyageai.error
 
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from tests.clients.conftest import ServeOracle, after_refusal
 from tests.fakes import oracle_row
 from tests.gateway.conftest import Running, Serve, vector

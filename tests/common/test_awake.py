@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from common import awake as keeping
 from common.config import ProcessConfig
+from common.deploy import awake as keeping
 from common.errors import EX_CONFIG, EX_FAILURE
 
-COMMAND = [sys.executable, "-c", "import sys; from common.launch import main; sys.exit(main())", "awake"]
+COMMAND = [sys.executable, "-c", "import sys; from common.deploy.launch import main; sys.exit(main())", "awake"]
 
 
 def children_of(pid: int) -> list[int]:
@@ -62,9 +62,9 @@ def test_cores_are_kept_awake_only_where_their_time_is_all_ours(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr("common.awake.usable_cpus", lambda: 4)
+    monkeypatch.setattr("common.deploy.awake.usable_cpus", lambda: 4)
     keeping.check_cores()
-    monkeypatch.setattr("common.awake.usable_cpus", lambda: 3)
+    monkeypatch.setattr("common.deploy.awake.usable_cpus", lambda: 3)
     with pytest.raises(ValueError, match="leave it out"):
         keeping.check_cores()
     assert keeping.main(ProcessConfig(run_dir="unused"), lambda: None) == EX_CONFIG  # by hand, too

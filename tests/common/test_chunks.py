@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from common.chunks import ChunkTokenizer
 from common.errors import InvalidRequest
-from common.protocol import ModelFacts
-from common.tokenization import MAX_CHARS_PER_TOKEN, Tokenizer
+from common.text.chunks import ChunkTokenizer
+from common.text.tokenization import MAX_CHARS_PER_TOKEN, Tokenizer
+from common.wire.messages import ModelFacts
 from tests.fakes import FACTS
 
 WORDS = {"[UNK]": 0} | {f"w{index}": index + 1 for index in range(9)}

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from supervisor.options import ServerOptions
 
-from common import launch
 from common.config import ServeConfig, to_environment
-from common.models import ModelFolder
-from common.transport import prepare_run_dir
+from common.deploy import launch
+from common.model_location import ModelFolder
+from common.wire.transport import prepare_run_dir
 from tests.timing import assert_in_time
 
 
 def run_hedgerow(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from common.launch import main; sys.exit(main())", *arguments]
+    command = [sys.executable, "-c", "import sys; from common.deploy.launch import main; sys.exit(main())", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | environment
     )
@@ -65,7 +65,7 @@ def test_the_suites_conf_holds_its_own_values_and_run_folder(run_dir: str) -> No
     )
     assert parser["supervisord"]["pidfile"] == f"{run_dir}/supervisord.pid"
     assert parser["unix_http_server"]["file"] == f"{run_dir}/supervisor.sock"
-    assert parser["rpcinterface:hedgerow"]["supervisor.rpcinterface_factory"] == "common.supervision:plug_in"
+    assert parser["rpcinterface:hedgerow"]["supervisor.rpcinterface_factory"] == "common.deploy.supervision:plug_in"
     assert "inet_http_server" not in parser
     assert {parser[name]["stopwaitsecs"] for name in parser.sections() if "program:" in name} == {"105"}
 
@@ -315,7 +315,7 @@ def test_a_process_whose_supervisor_is_gone_does_not_start(run_dir: str) -> None
 def test_a_bug_in_a_running_process_is_logged_with_its_traceback(run_dir: str) -> None:
     script = (
         "from common.config import SchedulerConfig\n"
-        "from common.launch import run_process\n"
+        "from common.deploy.launch import run_process\n"
         "def run(config, on_ready):\n"
         "    on_ready()\n"
         "    raise ValueError('a bug')\n"

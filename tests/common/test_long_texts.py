@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common.errors import InvalidRequest
-from common.models import find_model
-from common.tokenization import Direction, Tokenizer, TruncationRule, load_tokenizer
+from common.model_location import find_model
+from common.text.tokenization import Direction, Tokenizer, TruncationRule, load_tokenizer
 from tests.fakes import FACTS
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.models import ModelNotFound, find_model
+from common.model_location import ModelNotFound, find_model
 
 
 def test_a_folder_is_itself_and_named_after_its_last_part(tmp_path: Path) -> None:

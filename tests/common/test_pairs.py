@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from common.errors import InvalidRequest
-from common.models import find_model
-from common.pairs import Pair, PairNames, PairTokenizer, longest_first, pair_tokenizer
-from common.protocol import ModelFacts
-from common.tokenization import MAX_CHARS_PER_TOKEN, Tokenizer, TruncationRule, load_tokenizer
+from common.model_location import find_model
+from common.text.pairs import Pair, PairNames, PairTokenizer, longest_first, pair_tokenizer
+from common.text.tokenization import MAX_CHARS_PER_TOKEN, Tokenizer, TruncationRule, load_tokenizer
+from common.wire.messages import ModelFacts
 from tests.fakes import FACTS
 
 REFUSE = TruncationRule(allowed=False)

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from common import plan
 from common.config import TASKS, GatewayConfig, ServeConfig, load
+from common.deploy import plan
 
 
 def test_models_are_named_in_their_order() -> None:

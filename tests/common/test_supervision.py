@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.supervision import Waker, plug_in
+from common.deploy.supervision import Waker, plug_in
 
 
 class Options:

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from common.errors import InternalError, InvalidRequest
-from common.models import find_model
-from common.protocol import ModelFacts
-from common.tokenization import MAX_CHARS_PER_TOKEN, Token, Tokenizer, TruncationRule, load_tokenizer
+from common.model_location import find_model
+from common.text.tokenization import MAX_CHARS_PER_TOKEN, Token, Tokenizer, TruncationRule, load_tokenizer
+from common.wire.messages import ModelFacts
 from tests.fakes import FACTS
 
 REFUSE = TruncationRule(allowed=False)

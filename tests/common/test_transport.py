@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from common.errors import ProtocolError
-from common.protocol import Beat, Cancel
-from common.transport import AddressInUse, Dealer, Lock, PeerGone, Router, address, prepare_run_dir
+from common.wire.messages import Beat, Cancel
+from common.wire.transport import AddressInUse, Dealer, Lock, PeerGone, Router, address, prepare_run_dir
 
 Context = zmq.Context[zmq.Socket[bytes]]
 NOBODY = 65534

@@ -1,11 +1,11 @@
 """A worker whose model is a hash: the real worker process around an engine that costs what it is told to.
 
-Everything but the model is the product's own (worker/core.py, server.py, compute.py: the socket, the handshake, beats,
-draining, the watchdog), so what a fault does to it is what it does to a real one. The time of a step is slept, so that
-capacity is set by a test and not by the machine. Some words of the tokenizer's are faults: a worker that runs a
-sequence with one misbehaves, as often as the word stands there, counted over all workers of a suite; then it is a word
-like any other. How much memory their devices have a test says while they run (`Memory`); what does not fit runs in
-pieces, as the product does it.
+Everything but the model is the product's own (worker/process/state.py, server.py, compute.py: the socket, the
+handshake, beats, draining, the watchdog), so what a fault does to it is what it does to a real one. The time of a step
+is slept, so that capacity is set by a test and not by the machine. Some words of the tokenizer's are faults: a worker
+that runs a sequence with one misbehaves, as often as the word stands there, counted over all workers of a suite; then
+it is a word like any other. How much memory their devices have a test says while they run (`Memory`); what does not fit
+runs in pieces, as the product does it.
 
     python -m tests.faults.oracle worker --folder MODEL --step-ms 10 --token-us 200
 
@@ -36,13 +36,13 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from common.config import WorkerConfig
-from common.launch import run_process
+from common.deploy.launch import run_process
 from common.metrics import Metrics, open_metrics
-from common.protocol import Batch, ModelFacts, cu_seqlens
+from common.wire.messages import Batch, ModelFacts, cu_seqlens
 from tests.fakes import FACTS, TokenIds, oracle_rows
-from worker.lazy import LazyTensor, Rows
-from worker.memory import run_in_pieces
-from worker.server import Server
+from worker.batch.lazy import LazyTensor, Rows
+from worker.engine.oom_split import run_in_pieces
+from worker.process.server import Server
 
 NUM_WORDS = 4000
 MAX_BATCH_TOKENS = 128

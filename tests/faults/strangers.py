@@ -23,7 +23,8 @@ import numpy as np
 import zmq
 
 from common.errors import ProtocolError, VersionMismatch
-from common.protocol import (
+from common.wire.codec import Message, decode
+from common.wire.messages import (
     PROTOCOL_VERSION,
     BatchFailed,
     Beat,
@@ -31,16 +32,14 @@ from common.protocol import (
     Goodbye,
     Hello,
     Join,
-    Message,
     Ping,
     Refuse,
     Reply,
     Request,
     Result,
     Welcome,
-    decode,
 )
-from common.transport import Dealer, address
+from common.wire.transport import Dealer, address
 from tests.fakes import FACTS
 from tests.rogue import mutated
 

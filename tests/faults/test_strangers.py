@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.protocol import PROTOCOL_VERSION, Goodbye, Join, Welcome
-from common.transport import Dealer, address
+from common.wire.messages import PROTOCOL_VERSION, Goodbye, Join, Welcome
+from common.wire.transport import Dealer, address
 from tests.faults.conftest import Report, StartTrial
 from tests.faults.promises import quantile
 from tests.faults.rig import OracleSuite

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from common.config import GatewayConfig
 from common.errors import Overloaded, ServiceError
 from common.metrics import Metrics
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.app import Gateway
-from gateway.auth import Key, KeyCheck
 from gateway.client import Embedded, Options, Readiness
+from gateway.edge.auth import Key, KeyCheck
 from tests.fakes import FACTS
 
 DIMENSIONS = 12

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from gateway.accept import Acceptor, ConnectionCounts
+from gateway.edge.connection_balancer import Acceptor, ConnectionCounts
 from tests.gateway.conftest import listening_socket
 
 

@@ -26,7 +26,7 @@ from common.errors import (
     Unavailable,
     UnsupportedMedia,
 )
-from gateway.answers import error_headers
+from gateway.error_responses import error_headers
 from tests.gateway.conftest import Running
 from tests.timing import assert_in_time
 

@@ -14,10 +14,10 @@ import pytest
 
 from common.errors import NonfiniteOutput, Overloaded
 from common.metrics import Metrics
-from common.protocol import ModelFacts
-from gateway import auth
-from gateway.auth import Key, KeyCheck, KeysRefused, known_keys
+from common.wire.messages import ModelFacts
 from gateway.client import Embedded, Options
+from gateway.edge import auth
+from gateway.edge.auth import Key, KeyCheck, KeysRefused, known_keys
 from tests.gateway.conftest import Running, Serve, Stub
 from tests.gateway.wire import Wire, ask, embed
 

@@ -18,10 +18,11 @@ import pytest
 
 from common.config import GatewayConfig
 from common.metrics import Metrics
-from common.protocol import Batch, BatchFailed, Message, ModelFacts, Result
+from common.wire.codec import Message
+from common.wire.messages import Batch, BatchFailed, ModelFacts, Result
 from gateway.app import Gateway
-from gateway.auth import KeyCheck, known_keys
 from gateway.client import SchedulerClient
+from gateway.edge.auth import KeyCheck, known_keys
 from tests.fakes import DIMENSIONS as ORACLE_DIMENSIONS
 from tests.fakes import FakeWorker, RunningScheduler, oracle_result
 from tests.gateway.bad_input import PAGE, Case, found_at, page, read_table

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import RateLimited
-from gateway.auth import Key
-from gateway.budgets import Budgets
+from gateway.edge.auth import Key
+from gateway.edge.budgets import Budgets
 
 S = 1_000_000_000
 BEGIN = 5_000 * S

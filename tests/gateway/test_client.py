@@ -22,25 +22,24 @@ from common.errors import (
     Unavailable,
 )
 from common.metrics import Metrics
-from common.protocol import (
-    INT8,
+from common.wire.codec import Message
+from common.wire.messages import (
     LANES,
     Batch,
     BatchFailed,
     Beat,
     Cancel,
     Failure,
-    Message,
     Ping,
     Refuse,
-    Replies,
     Reply,
     Request,
-    Requests,
     Result,
     Welcome,
 )
-from common.transport import now_ns
+from common.wire.packing import Replies, Requests
+from common.wire.rows import INT8
+from common.wire.transport import now_ns
 from gateway.client import Embedded, Ledger, OpenRequest, Options, SchedulerClient
 from gateway.trace import RequestTrace
 from tests.fakes import (

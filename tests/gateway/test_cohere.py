@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import NonfiniteOutput
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from tests.gateway.conftest import DIMENSIONS, Running, Serve, vector
 from tests.gateway.wire import Answer, ask
 

@@ -15,7 +15,7 @@ import pytest
 from common.config import GatewayConfig
 from common.errors import NonfiniteOutput
 from common.metrics import Metrics
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.app import Gateway
 from gateway.client import SchedulerClient
 from tests.fakes import DIMENSIONS as ORACLE_DIMENSIONS

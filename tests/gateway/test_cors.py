@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gateway import cors
+from gateway.edge import cors
 from tests.gateway.conftest import Serve
 from tests.gateway.wire import Answer, Wire, ask, embed
 

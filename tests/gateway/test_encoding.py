@@ -9,10 +9,10 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from common.pairs import EncodeDocuments, Pair, PairNames
-from common.tokenization import TruncationRule
-from gateway.encoding import Encoder, Threads
-from gateway.requests import PairsRequest
+from common.text.pairs import EncodeDocuments, Pair, PairNames
+from common.text.tokenization import TruncationRule
+from gateway.model_requests import PairsRequest
+from gateway.tokenizing import Encoder, Threads
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from common.errors import InternalError, NonfiniteOutput, Overloaded
-from common.models import find_model
-from common.protocol import ModelFacts
+from common.model_location import find_model
+from common.wire.messages import ModelFacts
 from gateway.client import Embedded, Options
 from tests.gateway.conftest import DIMENSIONS, Running, Serve, Stub, vector, with_tokenizer
 from tests.gateway.wire import ask, embed

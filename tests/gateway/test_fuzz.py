@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.routes import OPERATIONS, operations_by_path, tei, tei_scores
 from tests.gateway.conftest import Running, Serve
 from tests.gateway.wire import Wire, ask, request_bytes

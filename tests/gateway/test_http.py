@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from common.config import GatewayConfig
-from gateway.http import HttpLimits, Server
+from gateway.edge.http import HttpLimits, Server
 from tests.gateway.conftest import Serve, listening_socket
 from tests.gateway.wire import Wire, ask, embed, request_bytes
 from tests.timing import against_the_clock, assert_in_time

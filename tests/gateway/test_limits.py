@@ -17,9 +17,9 @@ import pytest
 from common.config import GatewayConfig
 from common.errors import Overloaded
 from gateway.app import _max_connections
-from gateway.body import BodyLimits
 from gateway.client import OpenRequest, Options
-from gateway.memory import Memory
+from gateway.edge.body import BodyLimits
+from gateway.edge.memory_budget import Memory
 from gateway.routes.operations import LimitsInfo
 from tests.gateway.conftest import MAX_TOKENS, Running, Serve
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes

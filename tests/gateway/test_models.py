@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from common.config import GatewayConfig
 from common.metrics import Metrics
-from common.protocol import Batch, ModelFacts, Result
+from common.wire.messages import Batch, ModelFacts, Result
 from gateway.app import Gateway
 from gateway.client import Readiness, SchedulerClient
 from tests.browser import Browser

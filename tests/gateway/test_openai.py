@@ -20,10 +20,10 @@ from tokenizers import processors
 
 from common.errors import DeadlineExceeded, NonfiniteOutput, Overloaded, Unavailable
 from common.metrics import Metrics
-from common.protocol import ModelFacts
-from common.transport import now_ns
-from gateway.encoding import Threads
+from common.wire.messages import ModelFacts
+from common.wire.transport import now_ns
 from gateway.schema import is_served
+from gateway.tokenizing import Threads
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
 from tests.timing import assert_in_time

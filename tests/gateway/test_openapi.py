@@ -25,10 +25,10 @@ import pytest
 import schemathesis
 
 from common import errors
-from common.protocol import ModelFacts, Trace
+from common.wire.messages import ModelFacts, Trace
 from gateway import openapi
-from gateway.answers import ErrorBody
 from gateway.client import Readiness
+from gateway.error_responses import ErrorBody
 from gateway.routes import cohere, contextual, openai, operations, rerank, tei, tei_scores
 from gateway.trace import RequestTrace
 from tests.gateway.bad_input import Case, read_table

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.metrics import Metrics
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway import openapi
 from gateway.client import Readiness
 from gateway.routes import operations

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from common.errors import Overloaded
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.client import Readiness
 from tests.browser import Browser, Tab
 from tests.gateway.conftest import Running, Serve, vector, with_tokenizer

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from common.metrics import Metrics
-from common.protocol import Batch, Message, ModelFacts
+from common.wire.codec import Message
+from common.wire.messages import Batch, ModelFacts
 from tests import fakes
 from tests.fakes import FakeWorker, RunningScheduler, oracle_vector
 from tests.gateway.wire import Wire, ask, embed, request_bytes

@@ -14,7 +14,8 @@ import pytest
 
 from common.config import GatewayConfig
 from common.metrics import Metrics
-from common.protocol import BINARY, INT8, Batch, ModelFacts
+from common.wire.messages import Batch, ModelFacts
+from common.wire.rows import BINARY, INT8
 from gateway.app import Gateway
 from gateway.client import SchedulerClient
 from tests.fakes import DIMENSIONS, QUANTISING_FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_row

@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import NonfiniteOutput
 from common.metrics import Metrics
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.app import Gateway
 from gateway.formats import scores_of
 from tests.gateway.conftest import MAX_TOKENS, Running, Serve

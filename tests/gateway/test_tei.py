@@ -17,9 +17,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Tokenizer, processors
 
 from common.errors import InvalidRequest, NonfiniteOutput, Overloaded
-from common.protocol import ModelFacts
+from common.wire.messages import ModelFacts
 from gateway.formats import probabilities_of
-from gateway.requests import Asked, Limits, read_request
+from gateway.model_requests import Asked, Limits, read_request
 from gateway.routes import operations_by_path
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector, with_tokenizer
 from tests.gateway.wire import Answer, ask

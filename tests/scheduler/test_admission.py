@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
-from common.protocol import Request
+from common.wire.messages import Request
 from scheduler.admission import RECOVERY_NS, Admission
 from tests.scheduler.test_core import make_request
 

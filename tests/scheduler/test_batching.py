@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.protocol import LANES, Request
+from common.wire.messages import LANES, Request
 from scheduler.batching import BatchQueue, Part, Pending, Shares
 
 

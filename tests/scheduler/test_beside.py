@@ -20,22 +20,12 @@ import numpy as np
 import pytest
 
 from common.metrics import Metrics
-from common.protocol import (
-    NO_NUMBERS,
-    PROTOCOL_VERSION,
-    Batch,
-    Beat,
-    Failure,
-    Hello,
-    Join,
-    Message,
-    Replies,
-    Reply,
-    Result,
-    row_bytes,
-)
-from scheduler.core import Action, Scheduler, ToWorker
+from common.wire.codec import Message
+from common.wire.messages import NO_NUMBERS, PROTOCOL_VERSION, Batch, Beat, Failure, Hello, Join, Reply, Result
+from common.wire.packing import Replies
+from common.wire.rows import row_bytes
 from scheduler.server import _LEAST_SLEEP_NS
+from scheduler.state import Action, Scheduler, ToWorker
 from tests.fakes import DIMENSIONS, FACTS
 from tests.scheduler.test_core import EPOCH, MS, SECOND, make_request
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from common.metrics import Metrics
-from common.protocol import ENCODINGS, LANES, Batch, Failure, Reply, Request
+from common.wire.messages import LANES, Batch, Failure, Reply, Request
+from common.wire.rows import ENCODINGS
 from tests.fakes import DIMENSIONS, oracle_row
 from tests.scheduler.test_core import Rig, make_request
 

@@ -11,9 +11,8 @@ import pytest
 
 from common.errors import ProtocolError
 from common.metrics import Metrics
-from common.protocol import (
-    BINARY,
-    FLOAT32,
+from common.wire.codec import Message, decode, encode
+from common.wire.messages import (
     NO_NUMBERS,
     PROTOCOL_VERSION,
     Batch,
@@ -24,22 +23,19 @@ from common.protocol import (
     Goodbye,
     Hello,
     Join,
-    Message,
     ModelFacts,
     Ping,
     Refuse,
-    Replies,
     Reply,
     Request,
-    Requests,
     Result,
     StepTimes,
     Trace,
     Welcome,
-    decode,
-    encode,
 )
-from scheduler.core import Action, Kill, Scheduler
+from common.wire.packing import Replies, Requests
+from common.wire.rows import BINARY, FLOAT32
+from scheduler.state import Action, Kill, Scheduler
 from tests.fakes import DIMENSIONS, FACTS, oracle_row, oracle_rows, oracle_vector
 from tests.rogue import mutated
 

@@ -17,19 +17,10 @@ import numpy as np
 import pytest
 
 from common.metrics import Metrics
-from common.protocol import (
-    PROTOCOL_VERSION,
-    Batch,
-    Beat,
-    Failure,
-    Hello,
-    Join,
-    Replies,
-    Reply,
-    Result,
-    row_bytes,
-)
-from scheduler.core import Action, Scheduler, ToWorker
+from common.wire.messages import PROTOCOL_VERSION, Batch, Beat, Failure, Hello, Join, Reply, Result
+from common.wire.packing import Replies
+from common.wire.rows import row_bytes
+from scheduler.state import Action, Scheduler, ToWorker
 from tests.fakes import DIMENSIONS, FACTS
 from tests.scheduler.test_core import EPOCH, MS, SECOND, make_request
 

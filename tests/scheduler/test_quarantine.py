@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.protocol import Request
+from common.wire.messages import Request
 from scheduler.batching import Part, Pending
 from scheduler.quarantine import Quarantine
 from tests.scheduler.test_core import SECOND, make_request

@@ -21,28 +21,25 @@ import zmq
 
 from common.config import SchedulerConfig
 from common.metrics import Metrics
-from common.protocol import (
+from common.wire.codec import Frame, Message, encode
+from common.wire.messages import (
     PROTOCOL_VERSION,
     Batch,
     BatchFailed,
     Failure,
-    Frame,
     Goodbye,
     Hello,
     Join,
-    Message,
     Ping,
     Refuse,
-    Replies,
     Reply,
-    Requests,
     Result,
     Welcome,
-    encode,
 )
-from common.transport import Dealer, address, now_ns, prepare_run_dir
-from scheduler.core import ToWorker
+from common.wire.packing import Replies, Requests
+from common.wire.transport import Dealer, address, now_ns, prepare_run_dir
 from scheduler.server import Server, _Timer
+from scheduler.state import ToWorker
 from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_vector
 from tests.scheduler.test_core import make_request
 from tests.timing import assert_in_time

@@ -9,9 +9,9 @@ import torch
 
 from common.config import WorkerConfig
 from common.metrics import Metrics
-from common.models import ModelFolder
+from common.model_location import ModelFolder
 from tests.models import write_bert
-from worker.engine import Engine
+from worker.engine.engine import Engine
 
 
 @pytest.fixture(scope="session", autouse=True)

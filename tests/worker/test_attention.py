@@ -20,8 +20,8 @@ from worker.attention.reference import ReferenceAttention, attend
 from worker.attention.sdpa import SdpaAttention
 from worker.attention.select import BACKENDS, Selection
 from worker.attention.varlen import TorchAttention
-from worker.graphs import place
-from worker.ragged import Capacity, RaggedBatch, load_sorted
+from worker.batch.ragged import Capacity, RaggedBatch, load_sorted
+from worker.engine.graphs import place
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -13,12 +13,12 @@ from tests.models import bert_config, bert_tensors, embed, make_batch, random_se
 from tests.reference import BertReference
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.loader import load_weights
-from worker.models import build
-from worker.pooling import pool
-from worker.ragged import load_sorted
+from worker.batch.ragged import load_sorted
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.models.interface import build
+from worker.models.loader import load_weights
+from worker.models.pooling import pool
 
 SEQUENCES = random_sequences([1, 7, 48, 7, 2])
 

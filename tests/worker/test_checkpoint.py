@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.models import HIDDEN_SIZE, edit_json, write_bert, write_json, write_pplx, write_qwen3
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.modules import CutStage, DenseStage, NormStage, UnitStage
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.checkpoint.modules import CutStage, DenseStage, NormStage, UnitStage
 
 POOLING = "1_Pooling/config.json"
 SETTINGS = "config_sentence_transformers.json"

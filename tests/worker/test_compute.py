@@ -16,16 +16,16 @@ import pytest
 
 from common.config import WorkerConfig
 from common.metrics import Metrics
-from common.protocol import Batch, BatchFailed, ModelFacts, Result, StepTimes
+from common.wire.messages import Batch, BatchFailed, ModelFacts, Result, StepTimes
 from tests.fakes import FACTS, RunningScheduler
 from tests.models import make_batch
 from tests.scheduler.test_core import make_request
 from tests.scheduler.test_server import Gateway
 from tests.timing import assert_in_time
-from worker.compute import Broken, Compute, Outcome, Ready, _Step, _times_of
-from worker.core import EXIT_DEVICE_LOST, EXIT_STUCK
-from worker.lazy import DeviceLost, Progress, Rows
-from worker.server import Server
+from worker.batch.lazy import DeviceLost, Progress, Rows
+from worker.process.compute import Broken, Compute, Outcome, Ready, _Step, _times_of
+from worker.process.server import Server
+from worker.process.state import EXIT_DEVICE_LOST, EXIT_STUCK
 
 
 class FakeRows:

@@ -27,17 +27,17 @@ from transformers import (
     Qwen3Model,
 )
 
-from common.tokenization import Tokenizer, TruncationRule
+from common.text.tokenization import Tokenizer, TruncationRule
 from tests import parity
 from tests.models import edit_json, embed, make_batch, write_qwen3
 from tests.parity import VOCAB_SIZE
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.loader import load_weights
-from worker.models import build
-from worker.ragged import load_sorted
+from worker.batch.ragged import load_sorted
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.models.interface import build
+from worker.models.loader import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

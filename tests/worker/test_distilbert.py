@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.tokenization import Tokenizer, TruncationRule
+from common.text.tokenization import Tokenizer, TruncationRule
 from tests.models import (
     DISTILBERT_VARIANTS,
     ENCODER_TEXTS,
@@ -26,12 +26,12 @@ from tests.models import (
 )
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.loader import load_weights
-from worker.models import build
-from worker.pooling import pool
-from worker.ragged import load_sorted
+from worker.batch.ragged import load_sorted
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.models.interface import build
+from worker.models.loader import load_weights
+from worker.models.pooling import pool
 
 REFERENCE = Path(__file__).parent.parent / "data" / "encoder_reference.npz"
 SEQUENCES = random_sequences([1, 7, 48, 7, 2])

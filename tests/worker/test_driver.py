@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from worker.driver import Driver, wake
+from worker.engine.driver import Driver, wake
 
 
 @pytest.fixture

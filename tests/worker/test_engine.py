@@ -10,18 +10,18 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common.models import find_model
-from common.protocol import Batch
-from common.tokenization import Tokenizer, TruncationRule
+from common.model_location import find_model
+from common.text.tokenization import Tokenizer, TruncationRule
+from common.wire.messages import Batch
 from tests.models import bert_config, bert_tensors, make_batch, random_sequences, write_bert, write_json, write_pplx
 from tests.reference import BertReference, Qwen3Reference, unit
 from tests.worker.conftest import make_engine
-from worker.engine import Engine
-from worker.files import ModelError
-from worker.lazy import LazyTensor
-from worker.memory import SequenceTooLarge, part_of
-from worker.ragged import BadBatch
-from worker.runner import Runner
+from worker.batch.lazy import LazyTensor
+from worker.batch.ragged import BadBatch
+from worker.checkpoint.files import ModelError
+from worker.engine.engine import Engine
+from worker.engine.oom_split import SequenceTooLarge, part_of
+from worker.engine.runner import Runner
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -16,11 +16,11 @@ from tests.models import edit_json, embed, make_batch
 from tests.parity import VOCAB_SIZE
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.loader import load_weights
-from worker.models import build, check_dtype
-from worker.ragged import load_sorted
+from worker.batch.ragged import load_sorted
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.models.interface import build, check_dtype
+from worker.models.loader import load_weights
 
 LIMIT = 160
 OFFICIAL = {"hidden_act": "gelu", "hidden_activation": None}

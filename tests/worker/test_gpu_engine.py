@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from common.config import WorkerConfig
-from common.protocol import Batch
+from common.wire.messages import Batch
 from tests.models import bert_config, bert_tensors, make_batch, qwen3_config, qwen3_tensors, write_bert, write_qwen3
 from tests.reference import BertReference, unit
 from tests.worker.conftest import make_engine
-from worker.engine import Engine
-from worker.files import ModelError
-from worker.output import Output
-from worker.precompile import Precompilation
-from worker.ragged import RaggedBatch
-from worker.runner import DeviceRunner
-from worker.selfcheck import verify
+from worker.batch.ragged import RaggedBatch
+from worker.checkpoint.files import ModelError
+from worker.engine.engine import Engine
+from worker.engine.precompile import Precompilation
+from worker.engine.runner import DeviceRunner
+from worker.engine.selfcheck import verify
+from worker.models.output import Output
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

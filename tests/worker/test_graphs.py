@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from common.metrics import Metrics
-from worker.driver import Driver
-from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, _Captured, largest_capacity, place
-from worker.ragged import Capacity
+from worker.batch.ragged import Capacity
+from worker.engine.driver import Driver
+from worker.engine.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, _Captured, largest_capacity, place
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

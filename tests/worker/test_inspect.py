@@ -22,7 +22,7 @@ from tests.models import (
     write_qwen3,
     write_roberta,
 )
-from worker.inspection import Inspection
+from worker.process.inspection import Inspection
 
 QUERY = "encoder.layer.0.attention.self.query.weight"
 ROOT = Path(__file__).parent.parent.parent
@@ -47,7 +47,7 @@ def test_a_good_folder_is_described(tmp_path: Path) -> None:
     assert (declared["architecture"], declared["normalize"], declared["lower_case"]) == ("BertModel", True, True)
     assert (declared["prompts"]["query"], declared["default_prompt_name"]) == ("q: ", "query")
     assert described["model"] == {
-        "code": "worker.models.bert",
+        "code": "worker.models.families.bert",
         "hidden_size": 32,
         "layers": 2,
         "heads": 4,
@@ -161,7 +161,7 @@ def test_a_size_that_no_memory_holds_is_told_without_asking_for_memory(tmp_path:
 
 
 def hedgerow_inspect(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from common.launch import main; sys.exit(main())", "inspect"]
+    command = [sys.executable, "-c", "import sys; from common.deploy.launch import main; sys.exit(main())", "inspect"]
     return subprocess.run(
         [*command, *arguments],
         capture_output=True,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker.layers import (
+from worker.models.layers import (
     ACTIVATIONS,
     Embedding,
     GatedMlp,
@@ -23,7 +23,7 @@ from worker.layers import (
     pack_linears,
     tensors_of,
 )
-from worker.rope import DynamicScaling, Rope, Scaling
+from worker.models.rope import DynamicScaling, Rope, Scaling
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 

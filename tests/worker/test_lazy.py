@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from worker.lazy import LazyTensor, Rows
+from worker.batch.lazy import LazyTensor, Rows
 
 ROWS = Rows(np.array([[1, 2], [3, 4]], dtype=np.uint8), np.array([1, 0], dtype=np.uint8))
 

@@ -29,10 +29,10 @@ from tests.models import (
     write_qwen3,
 )
 from tests.worker.conftest import make_engine
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.loader import check_weights, load_weights
-from worker.models import Model, build
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.models.interface import Model, build
+from worker.models.loader import check_weights, load_weights
 
 QUERY = "encoder.layer.0.attention.self.query.weight"
 

@@ -17,11 +17,11 @@ from tests.parity import VOCAB_SIZE, Rows
 from tests.reference import unit
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.loader import load_weights
-from worker.models import build
-from worker.ragged import load_sorted
+from worker.batch.ragged import load_sorted
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.models.interface import build
+from worker.models.loader import load_weights
 
 LIMIT = 200
 GLOBAL, LOCAL = "full_attention", "sliding_attention"

@@ -27,14 +27,14 @@ from torch import nn
 from transformers import BertConfig, BertModel, Gemma3TextConfig, Gemma3TextModel, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from common.tokenization import Tokenizer, TruncationRule
+from common.text.tokenization import Tokenizer, TruncationRule
 from tests import parity
 from tests.models import edit_json, make_batch, tokenizer, write_json
 from tests.parity import VOCAB_SIZE
 from tests.worker.conftest import make_engine
-from worker.checkpoint import Checkpoint
-from worker.engine import Engine
-from worker.files import ModelError
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.engine.engine import Engine
 
 pytestmark = pytest.mark.slow
 

@@ -18,12 +18,12 @@ from tests.parity import VOCAB_SIZE, Rows
 from tests.reference import unit
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.loader import load_weights
-from worker.models import build
-from worker.models.mpnet import bucket
-from worker.ragged import load_sorted
+from worker.batch.ragged import load_sorted
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.models.families.mpnet import bucket
+from worker.models.interface import build
+from worker.models.loader import load_weights
 
 # Distances that share the last bucket, and such as are beyond the table of biases.
 LIMIT = 300

@@ -32,8 +32,8 @@ from tests.models import (
 )
 from tests.timing import assert_in_time
 from tests.worker.conftest import make_engine
-from worker.files import ModelError
-from worker.inspection import Inspection
+from worker.checkpoint.files import ModelError
+from worker.process.inspection import Inspection
 
 ROOT = Path(__file__).parent.parent.parent
 LONGEST_S = 5
@@ -425,7 +425,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-HEDGEROW = "import sys; from common.launch import main; sys.exit(main())"
+HEDGEROW = "import sys; from common.deploy.launch import main; sys.exit(main())"
 
 
 @pytest.mark.slow
@@ -435,7 +435,7 @@ def test_a_check_of_the_folder_ends_with_78(folder: Path, name: str) -> None:
     mutant.write(folder)
     mutant.change(folder)
 
-    ended = run(folder, "-m", "worker.checkpoint", str(folder))
+    ended = run(folder, "-m", "worker.checkpoint.declared", str(folder))
 
     assert (ended.returncode, ended.stderr.count("\n")) == (78, 1)
 

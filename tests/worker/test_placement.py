@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.suite import ROOT
-from worker import placement
-from worker.placement import pin
+from worker.process import placement
+from worker.process.placement import pin
 
 
 @pytest.fixture

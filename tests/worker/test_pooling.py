@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.protocol import BINARY, FLOAT32, INT8
-from worker.modules import Pooling
-from worker.pooling import FLAG_BYTES, Spans, finish, pool
+from common.wire.rows import BINARY, FLOAT32, INT8
+from worker.checkpoint.modules import Pooling
+from worker.models.pooling import FLAG_BYTES, Spans, finish, pool
 
 HIDDEN = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 0.0], [-1.0, -8.0]])
 NAN = math.nan

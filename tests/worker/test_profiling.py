@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.autograd import profiler
 
-from worker.profiling import NUM_STEPS, StepProfiler
+from worker.process.profiling import NUM_STEPS, StepProfiler
 
 
 def run_steps(steps: StepProfiler, count: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.tokenization import Tokenizer, TruncationRule
+from common.text.tokenization import Tokenizer, TruncationRule
 from tests.models import (
     embed,
     make_batch,
@@ -28,13 +28,13 @@ from tests.reference import Qwen3Reference
 from tests.variants import QWEN3_TEXTS, QWEN3_VARIANTS
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
-from worker.checkpoint import Checkpoint
-from worker.files import ModelError
-from worker.inspection import Inspection
-from worker.loader import load_weights
-from worker.models import build
-from worker.pooling import pool
-from worker.ragged import load_sorted
+from worker.batch.ragged import load_sorted
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.models.interface import build
+from worker.models.loader import load_weights
+from worker.models.pooling import pool
+from worker.process.inspection import Inspection
 
 REFERENCE = Path(__file__).parent.parent / "data" / "qwen3_reference.npz"
 SEQUENCES = random_sequences([1, 7, 48, 7, 2])

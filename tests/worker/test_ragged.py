@@ -11,8 +11,7 @@ import torch
 
 from tests.models import make_batch
 from worker.attention.sdpa import SdpaAttention
-from worker.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS
-from worker.ragged import (
+from worker.batch.ragged import (
     BadBatch,
     Capacity,
     HostArrays,
@@ -23,6 +22,7 @@ from worker.ragged import (
     load_sorted,
     worked_out,
 )
+from worker.engine.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS
 
 LIMITS = Limits(vocab_size=100, max_tokens=8, dimensions=32, encodings=frozenset({0, 1}))
 SDPA = SdpaAttention()

@@ -13,13 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.models import make_batch, random_sequences
 from worker.attention.sdpa import SdpaAttention
-from worker.files import JsonFile, ModelError
-from worker.layers import RotaryTable
-from worker.ragged import load_sorted
-from worker.rope import DynamicScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from worker.batch.ragged import load_sorted
+from worker.checkpoint.files import JsonFile, ModelError
+from worker.models.layers import RotaryTable
+from worker.models.rope import DynamicScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 if TYPE_CHECKING:
-    from worker.ragged import RaggedBatch
+    from worker.batch.ragged import RaggedBatch
 
 DIM, THETA, TRAINED = 64, 10000.0, 32
 

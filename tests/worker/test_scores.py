@@ -21,18 +21,18 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from common.pairs import pair_tokenizer
-from common.tokenization import Tokenizer, TruncationRule
+from common.text.pairs import pair_tokenizer
+from common.text.tokenization import Tokenizer, TruncationRule
 from tests import parity
 from tests.models import edit_json, embed, make_batch, roberta_tokenizer, tokenizer, write_bert, write_json
 from tests.parity import VOCAB_SIZE
 from tests.worker.conftest import make_engine
-from worker import checkpoint as checkpoint_module
-from worker.checkpoint import Checkpoint
-from worker.engine import Engine
-from worker.files import ModelError
-from worker.inspection import Inspection
-from worker.ragged import BadBatch
+from worker.batch.ragged import BadBatch
+from worker.checkpoint import declared as checkpoint_module
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.engine.engine import Engine
+from worker.process.inspection import Inspection
 
 LIMIT = 40
 SETTINGS = "config_sentence_transformers.json"

@@ -18,22 +18,13 @@ import pytest
 import zmq
 
 from common.metrics import render
-from common.protocol import (
-    PROTOCOL_VERSION,
-    BatchFailed,
-    Beat,
-    Goodbye,
-    Hello,
-    Message,
-    Ping,
-    Refuse,
-    Result,
-)
-from common.transport import PeerGone, Router, address, prepare_run_dir
+from common.wire.codec import Message
+from common.wire.messages import PROTOCOL_VERSION, BatchFailed, Beat, Goodbye, Hello, Ping, Refuse, Result
+from common.wire.transport import PeerGone, Router, address, prepare_run_dir
 from tests.models import bert_config, bert_tensors, edit_json, make_batch, random_sequences, write_bert
 from tests.reference import BertReference
 from tests.timing import assert_in_time
-from worker.profiling import NUM_STEPS
+from worker.process.profiling import NUM_STEPS
 
 pytestmark = pytest.mark.slow
 

@@ -17,19 +17,19 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from common.protocol import SPARSE, read_sparse, sparse_bytes
-from common.tokenization import Tokenizer, TruncationRule
+from common.text.tokenization import Tokenizer, TruncationRule
+from common.wire.rows import SPARSE, read_sparse, sparse_bytes
 from tests import parity
 from tests.models import edit_json, make_batch, roberta_tokenizer, tokenizer, write_json
 from tests.parity import VOCAB_SIZE
 from tests.worker.conftest import make_engine
-from worker import sparse
 from worker.attention.reference import ReferenceAttention
-from worker.checkpoint import Checkpoint
-from worker.engine import Engine
-from worker.files import ModelError
-from worker.lazy import Rows
-from worker.ragged import BadBatch, load_sorted
+from worker.batch.lazy import Rows
+from worker.batch.ragged import BadBatch, load_sorted
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import ModelError
+from worker.engine.engine import Engine
+from worker.models import sparse
 
 LIMIT = 40
 POOLING = "1_SpladePooling/config.json"

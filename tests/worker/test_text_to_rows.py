@@ -20,11 +20,11 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from common.chunks import ChunkTokenizer
 from common.errors import InvalidRequest
-from common.pairs import pair_tokenizer
-from common.protocol import BINARY, FLOAT32, INT8
-from common.tokenization import Tokenizer, TruncationRule
+from common.text.chunks import ChunkTokenizer
+from common.text.pairs import pair_tokenizer
+from common.text.tokenization import Tokenizer, TruncationRule
+from common.wire.rows import BINARY, FLOAT32, INT8
 from tests import parity
 from tests.common.test_pairs import QWEN, QWEN_INSTRUCTION, byte_level
 from tests.models import (
@@ -38,8 +38,8 @@ from tests.models import (
 )
 from tests.reference import Qwen3Reference
 from tests.worker.conftest import make_engine
-from worker.engine import Engine
-from worker.ragged import BadBatch
+from worker.batch.ragged import BadBatch
+from worker.engine.engine import Engine
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from tests.models import edit_json, tokenizer, write_bert, write_json
-from worker.checkpoint import Checkpoint
-from worker.files import JsonFile, ModelError
-from worker.tokenizer import TokenizerFile
+from worker.checkpoint.declared import Checkpoint
+from worker.checkpoint.files import JsonFile, ModelError
+from worker.checkpoint.tokenizer import TokenizerFile
 
 VOCABULARY = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.models import find_model
-from common.tokenization import Tokenizer, TruncationRule
+from common.model_location import find_model
+from common.text.tokenization import Tokenizer, TruncationRule
 from tests.models import make_batch
 from tests.variants import TEXTS, VARIANTS, write_variant
 from tests.worker.conftest import make_engine

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save, save_file
 
 from tests.models import bert_config, bert_tensors, write_bert, write_json
-from worker.files import ModelError
-from worker.weights import WeightFile, open_weights
+from worker.checkpoint.files import ModelError
+from worker.checkpoint.weights import WeightFile, open_weights
 
 QUERY = "encoder.layer.0.attention.self.query.weight"
 INDEX = "model.safetensors.index.json"

@@ -13,14 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from worker.files import ModelError
+from worker.checkpoint.files import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
 
-    from worker.ragged import RaggedBatch
+    from worker.batch.ragged import RaggedBatch
 
 
 class AttentionUnavailable(ModelError):

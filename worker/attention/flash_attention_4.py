@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from worker.ragged import RaggedBatch
+    from worker.batch.ragged import RaggedBatch
 
 MAX_ROWS = 256  # of cu_seqlens: more take another compilation
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from flashinfer.jit import JitSpec
 
-    from worker.ragged import RaggedBatch
+    from worker.batch.ragged import RaggedBatch
 
 logger = logging.getLogger(__name__)
 

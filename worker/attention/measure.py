@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from common.protocol import FLOAT32, Batch
+from common.wire.messages import Batch
+from common.wire.rows import FLOAT32
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention, attend
-from worker.graphs import place
-from worker.ragged import Capacity, HostArrays, RaggedBatch, worked_out
+from worker.batch.ragged import Capacity, HostArrays, RaggedBatch, worked_out
+from worker.engine.graphs import place
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from worker.ragged import RaggedBatch
+    from worker.batch.ragged import RaggedBatch
 
 _MAX_SCORES = 1 << 27  # at a time: 512 MiB of float32
 

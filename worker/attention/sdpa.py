@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from worker.ragged import LengthGroup, RaggedBatch
+    from worker.batch.ragged import LengthGroup, RaggedBatch
 
 
 class SdpaAttention:

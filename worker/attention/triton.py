@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from worker.ragged import RaggedBatch
+    from worker.batch.ragged import RaggedBatch
 
 # The tensor cores' smallest tile has 16 rows and 16 columns.
 _LEAST_TILE = 16
@@ -139,8 +139,8 @@ _LONG = 32  # tokens to a row of cu_seqlens, from which on a batch is taken to b
 def _choose(num_tokens: int, num_rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Config:
     """By what all batches of a graph have in common: the numbers of tokens and of rows of cu_seqlens.
 
-    Lengths are not among it. But a batch is given few more rows than it needs (`place` in worker/graphs.py), so tokens
-    to a row are nearly a lower bound of the mean length: 25 × 20 tokens come in 32 rows, 4 × 128 in 8.
+    Lengths are not among it. But a batch is given few more rows than it needs (`place` in worker/engine/graphs.py), so
+    tokens to a row are nearly a lower bound of the mean length: 25 × 20 tokens come in 32 rows, 4 × 128 in 8.
     """
     if dtype == torch.float32:  # no tensor cores: what a thread multiplies, it holds in registers
         return _folded(Config(16, 32, 1, 4 if head_dim <= 64 else 8, 1, skip_masks=False), group)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from worker.ragged import RaggedBatch
+    from worker.batch.ragged import RaggedBatch
 
 _ROWS_PER_BLOCK = 128  # less would not make the grid smaller
 

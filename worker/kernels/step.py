@@ -22,11 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from worker import ragged
+from worker.batch import ragged
 from worker.kernels.launch import launch, pdl_options
 
 if TYPE_CHECKING:
-    from worker.ragged import Capacity
+    from worker.batch.ragged import Capacity
 
 _NUM_TOKENS = tl.constexpr(ragged.NUM_TOKENS)
 _NUM_TYPED = tl.constexpr(ragged.NUM_TYPED)

@@ -1,8 +1,8 @@
 """From hidden states of tokens to the bytes that cross to the host: pooling, then normalising and encoding.
 
-What both compute is said in `worker/pooling.py`, whose functions of the same names are the reference. A mean is added
-up in an order that depends on its span's length alone, so a row is the same in any batch. Where a token's row is its
-span's, nothing is pooled at all: the kernel that encodes reads it from the hidden states.
+What both compute is said in `worker/models/pooling.py`, whose functions of the same names are the reference. A mean is
+added up in an order that depends on its span's length alone, so a row is the same in any batch. Where a token's row is
+its span's, nothing is pooled at all: the kernel that encodes reads it from the hidden states.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-from common.protocol import FLOAT32, INT8
+from common.wire.rows import FLOAT32, INT8
 from worker.kernels.launch import launch, pdl_options
-from worker.pooling import FLAG_BYTES, Spans
+from worker.models.pooling import FLAG_BYTES, Spans
 
 if TYPE_CHECKING:
-    from worker.modules import Pooling
+    from worker.checkpoint.modules import Pooling
 
 # A tile of `pool`: 32 elements a thread with 4 warps, in flight at once. 64 columns are 128 bytes, one line of the
 # cache, and leave a single sequence of 1,024 columns 16 programs. To be measured.
 _POOL_TOKENS, _POOL_COLUMNS, _POOL_WARPS = 64, 64, 4
 
-# Source: torch.nn.functional.normalize, as in worker/pooling.py.
+# Source: torch.nn.functional.normalize, as in worker/models/pooling.py.
 _LEAST_NORM = 1e-12
 
 

@@ -7,12 +7,12 @@ from typing import get_args
 import pytest
 import torch
 
-from common.protocol import BINARY, FLOAT32, INT8
+from common.wire.rows import BINARY, FLOAT32, INT8
 from tests.worker.kernels import DEVICE
-from worker import pooling as plain
+from worker.checkpoint.modules import Pooling
 from worker.kernels.tail import finish, pool, pool_and_finish
-from worker.modules import Pooling
-from worker.pooling import FLAG_BYTES, Spans
+from worker.models import pooling as plain
+from worker.models.pooling import FLAG_BYTES, Spans
 
 poolings = pytest.mark.parametrize("pooling", get_args(Pooling))
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

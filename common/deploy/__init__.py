@@ -1,0 +1,1 @@
+"""How processes start, alone or as a suite under supervisord."""

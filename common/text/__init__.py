@@ -1,0 +1,1 @@
+"""Text to token ids: single texts, pairs, and documents in chunks."""

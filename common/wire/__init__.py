@@ -1,0 +1,1 @@
+"""The messages between the processes, their bytes, and the sockets that carry them."""

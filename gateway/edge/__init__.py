@@ -1,0 +1,1 @@
+"""What a gateway does with a connection before and after a request: limits, keys, memory, CORS."""

@@ -1,0 +1,490 @@
+"""The connection handling that aiohttp lacks.
+
+Without this module: a silent or trickling client is never cut off, nor one that does not read its answers; protocol
+errors are answered in plain text that quotes the client's bytes; HTTP/0.9 and 2.0 lines get a 200 in their own version;
+a broken chunk leaves its handler waiting for ever; a packet of tiny chunks stops the loop for 90 ms; what follows a
+request for an upgrade is dropped or run as a request of its own; any number of connections is taken until the file
+table is full; and a stopping server resets connections that a request is just travelling on. Each was seen with aiohttp
+3.14 and its C parser.
+
+`Server` and `Connection` subclass aiohttp's and use a few of its private fields (`_messages`, `_waiter`, `_close`,
+`_request_count`, `_request_in_progress`, `_keepalive_handle`, `_next_keepalive_close_time`, `_reading_paused`,
+`_max_msg_queue_size`, `_msg_queue_resume_size`): pyproject.toml holds aiohttp below the next minor version, and
+tests/gateway/test_http.py and test_raw_http.py say what must still hold when that bound is raised. Rejected: a proxy in
+front as a requirement; a server of our own.
+
+What stays as it is: where what follows a request in the same packet is no HTTP, the parser gives up both, and the one
+answer is the 400.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import sys
+import termios
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import cast
+
+from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD
+from aiohttp.web_protocol import ERROR, _ErrInfo
+
+from common.errors import (
+    BadRequest,
+    HeaderTooLarge,
+    InternalError,
+    RequestTimeout,
+    ServiceError,
+    TargetTooLong,
+    Unavailable,
+    VersionNotSupported,
+)
+from gateway.error_responses import error_headers, render_error, request_id_of, server_timing
+
+logger = logging.getLogger(__name__)
+
+# Blank lines before a request that begin no header; some clients send one after a body.
+_MAX_BLANK_BYTES = 4
+
+# Requests that are read while one runs. A packet may hold more of them; nothing is read after it.
+_MAX_READ_AHEAD = 2
+
+# Of one body: what may wait for its handler, and by a rule of aiohttp's a sixteenth of it in chunks. The chunks of a
+# packet are parsed in turns of so many, about 2 ms each.
+_BODY_BUFFER_BYTES = 16 * 1024
+
+# How often, within the time that a client has to read more of an answer, it is looked at whether it has.
+_WRITE_LOOKS = 4
+
+# After an early answer (413, 431) what the client still sends is read and dropped for so long: a client that is
+# sending when the connection closes gets a reset, and may never see the answer.
+_LINGER_S = 2.0
+_MAX_LINGERING = 32  # of the connections over the limit; more are closed without this courtesy
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    header_timeout_s: float
+    keepalive_timeout_s: float
+    max_connections: int
+    # An answer that its client does not read holds its memory: cut off where nothing of it was read for so long.
+    write_timeout_s: float = 30.0
+    # A stopping server closes a connection that was idle for so long at once; on a fresher one a request may be coming.
+    drain_grace_s: float = 1.0
+    max_target_bytes: int = 4096
+    max_headers: int = 100
+    max_header_line_bytes: int = 16 * 1024  # a line's name, or its value
+    max_header_bytes: int = 64 * 1024  # all lines together
+
+
+class Server(web.Server):
+    """Makes a `Connection` for each client, counts them, and lets them go when the gateway stops.
+
+    `on_refusal` is told the status of every answer that was given without the handler; `headers_for` says what such an
+    answer's header says to a page of that Origin, None where it is not known.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        limits: HttpLimits,
+        on_refusal: Callable[[int], None],
+        headers_for: Callable[[str | None], Mapping[str, str]],
+    ) -> None:
+        super().__init__(handler, request_factory=self._make_http_request, handler_cancellation=True)
+        self.limits = limits
+        self.on_refusal = on_refusal
+        self.headers_for = headers_for
+        self.num_refused = 0  # connections over the limit that are not closed yet
+        self._open: set[Connection] = set()
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+        # A protocol error has no request; aiohttp's stand-in is an HTTP/1.0 one.
+        self._error_message = ERROR._replace(version=HttpVersion11)
+
+    @property
+    def num_open(self) -> int:
+        """Connections."""
+        return len(self._open)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._open) >= self.limits.max_connections
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, self._loop)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        assert isinstance(handler, Connection)
+        self._open.add(handler)
+        self._all_closed.clear()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        assert isinstance(handler, Connection)
+        self._open.discard(handler)
+        if not self._open:
+            self._all_closed.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let every connection finish what it has begun, then close it; the rest is cut off at the end of the time.
+
+        The handler must answer with `Connection: close` meanwhile. True when nothing had to be cut off.
+        """
+        for connection in list(self._open):
+            connection.drain()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_closed.wait()
+        except TimeoutError:
+            logger.warning("%d connections did not finish within %g s and are cut off", len(self._open), timeout_s)
+            self.abort()
+            return False
+        return True
+
+    def abort(self) -> None:
+        """Cut off every connection. Handlers that still run are cancelled."""
+        for connection in list(self._open):
+            connection.abort()
+
+    def _make_http_request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        if message is ERROR:
+            message = self._error_message
+        return web.BaseRequest(message, payload, protocol, writer, task, self._loop)
+
+
+class Connection(web.RequestHandler):
+    """One client's connection."""
+
+    __slots__ = (
+        "_body",
+        "_header_timer",
+        "_is_broken",
+        "_partial_bytes",
+        "_refused",
+        "_resume_due",
+        "_server",
+        "_write_timer",
+    )
+
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+        limits = server.limits
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=limits.keepalive_timeout_s,
+            access_log=None,  # type: ignore[arg-type]  # how aiohttp is told to keep none
+            max_line_size=limits.max_target_bytes,
+            max_field_size=limits.max_header_line_bytes,
+            max_headers=limits.max_headers,
+            lingering_time=_LINGER_S,
+            read_bufsize=_BODY_BUFFER_BYTES,
+            auto_decompress=False,  # aiohttp makes an empty body of a gzip stream that was cut
+        )
+        self._max_msg_queue_size = _MAX_READ_AHEAD
+        self._msg_queue_resume_size = 0
+        self._server = server
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the request that came last
+        self._partial_bytes = 0  # of a header that is not complete yet
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._is_broken = False  # what came was not HTTP; nothing more is read
+        self._refused = False  # over the limit on connections
+        self._resume_due = False  # what the parser holds back is parsed in the loop's next turn
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Below the limit on file descriptors, so that it is us who refuse and not accept() that fails in a loop.
+        if self._server.is_full:
+            self._refuse(cast("asyncio.Transport", transport))
+            return
+        super().connection_made(transport)
+        self._start_header_timer()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_header_timer()
+        self._stop_write_timer()
+        if self._refused:
+            self._server.num_refused -= 1
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        count = self._request_count
+        in_body = not self._body.is_eof()
+        super().data_received(data)
+        num_new = self._request_count - count
+        if num_new:
+            self._stop_header_timer()
+            self._partial_bytes = 0
+            for index in range(len(self._messages) - num_new, len(self._messages)):
+                self._on_request(index)
+        elif not in_body and (len(data) > _MAX_BLANK_BYTES or data.strip(b"\r\n")):
+            self._on_partial_header(len(data))
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        # Called by whoever reads a body, between two chunks: parsed then and there, a packet of tiny chunks would be
+        # parsed and read in one turn of the loop.
+        if not resume_parser:
+            super().resume_reading(resume_parser=False)
+        elif not self._resume_due:
+            self._resume_due = True
+            self._loop.call_soon(self._resume_parsing)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        transport = self.transport
+        if transport is None:
+            return await super().finish_response(request, resp, start_time)
+        # Whatever the kernel's buffers do not take waits for the client to read; a small answer too, behind others.
+        self._stop_write_timer()
+        self._start_write_timer(transport, None, self._loop.time())
+        result = await super().finish_response(request, resp, start_time)
+        # What is left is less than aiohttp waits for; the transport, even closed, would hold it for ever.
+        if not transport.get_write_buffer_size():
+            self._stop_write_timer()
+        if self._is_broken:
+            await self._linger()
+        elif not resp.keep_alive and self.transport is not None and not self._body.is_eof():
+            # aiohttp lingers by itself here; this lets the client see the end of the answer meanwhile.
+            self.transport.write_eof()
+        return result
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what never reached the handler. aiohttp's `message` quotes the client's bytes: it is not passed on."""
+        error = _error_of(exc, self._server.limits)
+        if error.status == 500:
+            logger.error("a request failed outside its handler", exc_info=exc)
+        self._server.on_refusal(error.status)
+        self._is_broken = True
+        # aiohttp's stand-in for a request has no header; what was refused after it was parsed has one.
+        given = exc.given if isinstance(exc, _Refused) else request.headers
+        headers = self._refusal_headers(error, given)
+        response = web.Response(body=render_error(error), status=error.status, headers=headers)
+        response.force_close()
+        return response
+
+    def drain(self) -> None:
+        """Close when idle: at once, or soon where the client may just be sending."""
+        if self.transport is None:
+            return
+        grace_s = wait_s = self._server.limits.drain_grace_s
+        if self._is_idle:
+            idle_since = self._next_keepalive_close_time - self._keepalive_timeout
+            wait_s = idle_since + grace_s - self._loop.time()
+            if wait_s <= 0:
+                self.force_close()
+                return
+        # Looked at again even when busy: its answer may have begun before the gateway said close.
+        self._loop.call_later(wait_s, self.drain)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _process_keepalive(self) -> None:
+        if self._partial_bytes:
+            self._keepalive_handle = None  # a request is coming: its own timer counts, and its end sets this one again
+            return
+        super()._process_keepalive()
+
+    def _resume_parsing(self) -> None:
+        self._resume_due = False
+        if self._reading_paused and self.transport is not None:
+            super().resume_reading()
+
+    def _start_write_timer(self, transport: asyncio.Transport, least_bytes: int | None, since_s: float) -> None:
+        interval_s = self._server.limits.write_timeout_s / _WRITE_LOOKS
+        self._write_timer = self._loop.call_later(interval_s, self._look_at_writing, transport, least_bytes, since_s)
+
+    def _look_at_writing(self, transport: asyncio.Transport, least_bytes: int | None, since_s: float) -> None:
+        """Cut off a client that has read nothing since `since_s`, when `least_bytes` were still to be read."""
+        self._write_timer = None
+        if not transport.get_write_buffer_size():
+            return
+        now_s, num_bytes = self._loop.time(), _unread_bytes(transport)
+        if least_bytes is None or num_bytes < least_bytes:
+            least_bytes, since_s = num_bytes, now_s
+        elif now_s - since_s >= self._server.limits.write_timeout_s:
+            transport.abort()
+            return
+        self._start_write_timer(transport, least_bytes, since_s)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._request_in_progress or self._messages or self._partial_bytes) and self._body.is_eof()
+
+    def _on_request(self, index: int) -> None:
+        """Look at a message that aiohttp has queued and not yet handed out."""
+        message, body = self._messages[index]
+        if isinstance(message, _ErrInfo):
+            if not self._body.is_eof():
+                # aiohttp queues a body's error behind the very handler that waits for the body.
+                self._body.set_exception(web.RequestPayloadError("malformed"))
+                self._body.feed_eof()
+            return
+        self._body = body
+        error = self._fault_of(message)
+        if error is not None:
+            self._messages[index] = (_ErrInfo(status=400, exc=_Refused(error, message.headers), message=""), body)
+        elif message.upgrade:
+            # Also CONNECT. No protocol is switched to here; but the parser has dropped what the packet holds behind the
+            # request, and where the next one begins is unknown.
+            self._messages[index] = (message._replace(should_close=True), body)
+
+    def _fault_of(self, message: RawRequestMessage) -> ServiceError | None:
+        """What is wrong with a header that the parser takes."""
+        if message.version not in (HttpVersion10, HttpVersion11):
+            return _bad_request() if message.version < HttpVersion10 else _version_not_supported()
+        if message.chunked and message.headers["Transfer-Encoding"].lower() != "chunked":
+            return _bad_request()  # of several codings the parser looks at the last alone
+        limit = self._server.limits.max_header_bytes
+        if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > limit:
+            return HeaderTooLarge(f"The header has more than {limit} bytes.")
+        return None
+
+    def _on_partial_header(self, num_bytes: int) -> None:
+        if self._header_timer is None:
+            self._start_header_timer()
+        self._partial_bytes += num_bytes
+        limits = self._server.limits
+        if self._partial_bytes > limits.max_header_bytes + limits.max_target_bytes:
+            self._stop_header_timer()
+            self._close_with(HeaderTooLarge(f"The header has more than {limits.max_header_bytes} bytes."))
+
+    def _on_header_timeout(self) -> None:
+        self._header_timer = None
+        if self._partial_bytes:
+            self._close_with(RequestTimeout("The header did not arrive in time. Send it again."))
+        else:
+            self.force_close()
+
+    def _close_with(self, error: ServiceError) -> None:
+        if self._waiter is None:
+            # Answers of earlier requests are still to be written; this one would get between them.
+            self.close()
+            return
+        self._write_and_leave(error)
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self._refused = True
+        self._server.num_refused += 1
+        self._write_and_leave(
+            Unavailable("This gateway holds as many connections as it may. Try again.", retry_after_s=1)
+        )
+        if self._server.num_refused > _MAX_LINGERING:
+            self.force_close()
+
+    def _write_and_leave(self, error: ServiceError) -> None:
+        """Answer a connection that has no request, past aiohttp."""
+        assert self.transport is not None
+        self._server.on_refusal(error.status)
+        self.transport.write(_raw_response(error, self._refusal_headers(error, {})))
+        self._stop_reading()
+        self._loop.call_later(_LINGER_S, self.force_close)
+
+    async def _linger(self) -> None:
+        """Wait until the client has seen the end; it closes, and so cancels this, or the time is over."""
+        if self.transport is not None:
+            self._stop_reading()
+            await asyncio.wait([self._loop.create_future()], timeout=_LINGER_S)
+
+    def _refusal_headers(self, error: ServiceError, given: Mapping[str, str]) -> dict[str, str]:
+        """The header of an answer that is given without the handler, by the request's own, as far as that is known."""
+        return {
+            **error_headers(error),
+            "Server": "hedgerow",
+            "X-Request-Id": request_id_of(given.get("X-Request-Id")),
+            "Server-Timing": server_timing(0, 0, 0, 0, 0, 0),
+            **self._server.headers_for(given.get("Origin")),
+        }
+
+    def _stop_reading(self) -> None:
+        """No more answers: the client reads an end; what it still sends is dropped."""
+        assert self.transport is not None
+        self._close = True
+        self.transport.resume_reading()  # it may be paused, and the client's end would go unseen
+        self.transport.write_eof()
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self._loop.call_later(self._server.limits.header_timeout_s, self._on_header_timeout)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """What a client has not yet taken: held here, or by the kernel, which asks for more only a megabyte at a time."""
+    in_kernel = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
+
+
+class _Refused(HttpProcessingError):
+    """A request that the parser took and we do not."""
+
+    def __init__(self, error: ServiceError, headers: Mapping[str, str]) -> None:
+        super().__init__()
+        self.error = error
+        self.given = headers
+
+
+def _error_of(exc: BaseException | None, limits: HttpLimits) -> ServiceError:
+    """What to answer where aiohttp's parser, or `_fault_of`, (or a bug of ours) refused a request."""
+    if isinstance(exc, _Refused):
+        return exc.error
+    if isinstance(exc, LineTooLong):
+        # The parser has one exception for both; what it names is the limit, and ours differ.
+        if exc.args[1] == limits.max_target_bytes:
+            return TargetTooLong(f"The request's target has more than {limits.max_target_bytes} bytes.")
+        return HeaderTooLarge(f"A line of the header has more than {limits.max_header_line_bytes} bytes.")
+    if isinstance(exc, HttpProcessingError):
+        if exc.message == "Too many headers received":
+            return HeaderTooLarge(f"The header has more than {limits.max_headers} lines.")
+        if "Invalid HTTP version" in exc.message.partition(":\n\n")[0]:
+            return _version_not_supported()
+        return _bad_request()
+    return InternalError("This server failed; its log says why.")
+
+
+def _bad_request() -> BadRequest:
+    return BadRequest("This is not an HTTP/1.1 request that this server understands.")
+
+
+def _version_not_supported() -> VersionNotSupported:
+    return VersionNotSupported("This server speaks HTTP/1.1 and HTTP/1.0.")
+
+
+def _raw_response(error: ServiceError, headers: dict[str, str]) -> bytes:
+    """An answer written past aiohttp, on a connection that has no request to answer."""
+    body = render_error(error)
+    headers = {**headers, "Content-Length": str(len(body)), "Connection": "close"}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode() + body

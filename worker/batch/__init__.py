@@ -1,0 +1,1 @@
+"""A batch's layout on a device, and a result on its way back."""

@@ -1,0 +1,1 @@
+"""What a model's folder declares, read without torch."""

@@ -1,0 +1,464 @@
+"""What a model's folder declares, apart from its weights: architecture, pooling, limits, prompts, tokenizer.
+
+The folder is read as sentence-transformers reads it (`modules.json` and the files that it leads to, as its releases 2
+to 6 have written them), or, without `modules.json`, as a bare encoder: mean pooling, no normalisation, no prompts.
+
+Everything that could change a vector is either understood or stops the start with a `ModelError` that names the file
+and the field. A warning was rejected: the server would look healthy and answer numbers that no other software gives.
+No code from a model is run, ever. A folder that brings some (`auto_map`) is refused, unless its architecture is one
+whose code a family of `worker.models` stands for. What that code does after pooling (pplx-embed's quantising module) is
+known by the name of its class.
+
+What follows the pooling is read in `worker.modules`, the tokenizer in `worker.tokenizer`. A Normalize at the end is not
+a stage but what rows are like unless a client says otherwise (`normalize`). A model that scores pairs has none of that,
+but a head (`worker.scoring`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, TypeAlias, cast
+
+from worker.checkpoint.files import JsonFile, ModelError, sha256_of
+from worker.checkpoint.modules import (
+    SCORING_CLASSES,
+    SPARSE_CLASSES,
+    Module,
+    Pipeline,
+    Pooling,
+    Stage,
+    UnitStage,
+    read_modules,
+    refuse_modules,
+)
+from worker.checkpoint.scoring import (
+    MESSAGE,
+    TEMPLATES,
+    CrossEncoderFiles,
+    Scoring,
+    Task,
+    is_classifier,
+    is_language_model,
+    read_classifier,
+    read_language_model,
+)
+from worker.checkpoint.splade import MASKED_LANGUAGE_MODELS, Splade, check_masked, read_bare, read_splade
+from worker.checkpoint.tokenizer import TokenizerFile
+from worker.models.interface import check_architecture, check_own_code, is_pplx, makes_chunks, read_hidden_size
+from worker.models.rope import MAX_POSITIONS
+
+logger = logging.getLogger(__name__)
+
+# The first that is there and not empty counts.
+_TRANSFORMER_FILES = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+
+# What the Transformer's file may hand on to transformers, under both names that it has had, without a change of
+# numbers: how it is computed, in which dtype (a flag says that here), how rows of a batch are padded (here none is).
+_HARMLESS_OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "model_kwargs": frozenset({"trust_remote_code", "attn_implementation", "dtype", "torch_dtype"}),
+        "processor_kwargs": frozenset({"trust_remote_code", "padding_side"}),
+        "config_kwargs": frozenset({"trust_remote_code", "use_cache"}),
+    }
+)
+_FORMER_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
+)
+
+# What a model is for: what the operator may say it is (`Task`), or rows of tokens alone.
+_Purpose: TypeAlias = Literal["embed", "tokens", "score", "sparse"]
+_PURPOSES: Mapping[_Purpose, str] = MappingProxyType(
+    {"embed": "--task embed", "tokens": "rows of tokens", "score": "--task score", "sparse": "--task sparse"}
+)
+
+# Prompts that every model of sentence-transformers has, empty unless it says otherwise.
+_USUAL_PROMPTS = ("query", "document")
+
+# The largest sizes that are believed, and the fields of all families that declare one. What is larger is a slip, and
+# would cost minutes and memory before anything is compared with the weights. Of these, products fit into 64 bits.
+_LARGEST: Mapping[int, tuple[str, ...]] = MappingProxyType(
+    {
+        1_000: ("num_hidden_layers", "n_layers", "n_layer"),
+        MAX_POSITIONS: ("max_position_embeddings", "n_positions", "max_trained_positions"),
+        2**18: (
+            *("hidden_size", "dim", "n_embd", "intermediate_size", "hidden_dim", "n_inner"),
+            *("num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "head_dim"),
+        ),
+        2**31 - 1: ("vocab_size", "type_vocab_size"),
+    }
+)
+
+# Tokenizers without a limit of their own write 1e30.
+_SANE_MODEL_MAX_LENGTH = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's folder, understood."""
+
+    root: Path  # where modules.json is, and what the folders of stages are relative to
+    folder: Path  # where config.json, the weights and tokenizer.json are; mostly the root
+    config: JsonFile
+    config_sha256: str
+    architecture: str
+    tasks: list[str]  # what it is for, of ModelFacts
+    # Their rows stand side by side in this order. None of a scorer and of sparse rows, whose heads say it.
+    poolings: tuple[Pooling, ...]
+    include_prompt: bool  # whether a prompt's tokens are pooled like any others
+    stages: tuple[Stage, ...]
+    dimensions: int  # columns of a row after all stages
+    normalize: bool
+    encodings: list[str]  # what vectors may be asked for, names of common.wire.rows
+    lower_case: bool
+    length_limit: int | None  # tokens, as its files declare; the position table may set a lower one
+    prompts: dict[str, str]
+    default_prompt_name: str | None
+    tokenizer_sha256: str
+    separator_id: int | None  # the token between chunks that are embedded as one sequence, where it is made for that
+    scoring: Scoring | None  # of a model that scores
+    splade: Splade | None  # of a model of sparse rows
+
+    @classmethod
+    def read(cls, root: Path, task: Task = "auto") -> Checkpoint:
+        """Everything that the folder declares; `task` is the operator's word on what it is for.
+
+        Raises:
+            ModelError: a file is missing or malformed, or declares what is not supported, or is not for this task.
+        """
+        modules = read_modules(root)
+        folder = root / modules[0].folder if modules else root
+        config = JsonFile.read(folder / "config.json")
+        architecture = read_architecture(config)
+        if (folder / "adapter_config.json").exists():
+            raise ModelError(f"{folder / 'adapter_config.json'}: adapters are not supported; merge it into the model.")
+        hidden_size = read_hidden_size(architecture, config)
+        purpose = _choose_purpose(architecture, config, modules, task)
+        if purpose == "score":
+            return cls._read_scorer(root, modules, config, architecture, task)
+        if purpose == "sparse":
+            return cls._read_sparse(root, modules, config, architecture)
+        if modules:
+            settings = _SentenceSettings.read(root, _MODEL_TYPES[purpose])
+            transformer = _read_transformer(folder)
+            pipeline = Pipeline.read(root, modules, hidden_size, settings.truncate_dim)
+        else:
+            # sentence-transformers then reads neither 1_Pooling nor its two files of settings.
+            logger.info("%s has no modules.json: mean pooling, no normalisation, no prompts", root)
+            if config.text("pooling") not in (None, "avg", "mean"):  # llama-embed's own
+                config.refuse("pooling", "without a modules.json only the mean is supported.")
+            if architecture in TEMPLATES:
+                logger.info("%s: if it is a %s, --task score serves it as one", root, TEMPLATES[architecture].model)
+            if architecture in MASKED_LANGUAGE_MODELS:
+                logger.info("%s: if it is a SPLADE, --task sparse serves it as one", root)
+            settings = _SentenceSettings({}, None, None)
+            transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
+            pipeline = Pipeline(("mean",), True, (), False, hidden_size)
+        if pipeline.quantizes and not is_pplx(architecture):
+            raise ModelError(f"{root / 'modules.json'}: type: FlexibleQuantizer is not known of a {architecture}.")
+        tokenizer = TokenizerFile.read(folder, config)
+        separator_id = tokenizer.separator_id() if makes_chunks(config) else None
+        # Without modules.json a context model's own code quantises what it has pooled.
+        quantizes = pipeline.quantizes or (separator_id is not None and not modules)
+        normalize = pipeline.stages[-1:] == (UnitStage(),)
+        stages = pipeline.stages[:-1] if normalize else pipeline.stages
+        # A row over one token is that token's hidden state, unless more becomes of it.
+        has_tokens = purpose == "embed" and len(pipeline.poolings) == 1 and not stages
+        return replace(
+            cls._read_common(root, config, architecture, transformer, tokenizer),
+            tasks=["embed", "tokens"] if has_tokens else [purpose],
+            poolings=pipeline.poolings,
+            include_prompt=pipeline.include_prompt,
+            stages=stages,
+            dimensions=pipeline.num_columns,
+            normalize=normalize,
+            encodings=["float32", "int8", "binary"] if quantizes else ["float32"],
+            prompts=settings.prompts,
+            default_prompt_name=settings.default_prompt_name,
+            separator_id=separator_id,
+        )
+
+    @classmethod
+    def _read_common(
+        cls, root: Path, config: JsonFile, architecture: str, transformer: JsonFile, tokenizer: TokenizerFile
+    ) -> Checkpoint:
+        """What is read of any model, whatever it is for; the caller says that."""
+        folder = config.path.parent
+        length_limit = _length_limit(transformer, tokenizer.settings)
+        tokenizer.check_room(length_limit)
+        return cls(
+            root=root,
+            folder=folder,
+            config=config,
+            config_sha256=sha256_of(config.path),
+            architecture=architecture,
+            tasks=[],
+            poolings=(),
+            include_prompt=True,
+            stages=(),
+            dimensions=0,
+            normalize=False,
+            encodings=["float32"],
+            lower_case=transformer.flag("do_lower_case", default=False),
+            length_limit=length_limit,
+            prompts={},
+            default_prompt_name=None,
+            tokenizer_sha256=tokenizer.sha256,
+            separator_id=None,
+            scoring=None,
+            splade=None,
+        )
+
+    @classmethod
+    def _read_sparse(cls, root: Path, modules: list[Module], config: JsonFile, architecture: str) -> Checkpoint:
+        folder = config.path.parent
+        vocab_size = config.integer("vocab_size")
+        if modules:
+            settings = _SentenceSettings.read(root, _MODEL_TYPES["sparse"])
+            transformer = _read_transformer(folder, _FORMERLY_FILLING if modules[0].kind != "Transformer" else _FILLING)
+            splade = read_splade(JsonFile.read_optional(root / modules[1].folder / "config.json"), vocab_size)
+        else:
+            settings = _SentenceSettings({}, None, None)
+            transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
+            splade = read_bare(architecture, config)
+        check_masked(architecture, config)
+        tokenizer = TokenizerFile.read(folder, config)
+        return replace(
+            cls._read_common(root, config, architecture, transformer, tokenizer),
+            tasks=["sparse"],
+            dimensions=vocab_size,
+            encodings=["sparse"],
+            prompts=settings.prompts,
+            default_prompt_name=settings.default_prompt_name,
+            splade=splade,
+        )
+
+    @classmethod
+    def _read_scorer(
+        cls, root: Path, modules: list[Module], config: JsonFile, architecture: str, task: Task
+    ) -> Checkpoint:
+        folder = config.path.parent
+        # Without modules.json sentence-transformers reads neither of its two files of settings.
+        transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
+        settings, logit_score = JsonFile(root / _SETTINGS, {}), None
+        if modules:
+            settings = _read_cross_encoder_settings(root)
+            transformer = _read_transformer(folder, _CLASSIFYING if is_classifier(architecture) else _GENERATING)
+            logit_score = JsonFile.read(root / modules[1].folder / "config.json") if modules[1:] else None
+        tokenizer = TokenizerFile.read(folder, config)
+        files = CrossEncoderFiles(
+            settings=settings,
+            transformer=transformer,
+            tokenizer=tokenizer.settings,
+            logit_score=logit_score,
+        )
+        if is_classifier(architecture):
+            scoring = read_classifier(config, files)
+        else:
+            scoring = read_language_model(architecture, config, files, task, tokenizer.vocabulary())
+        return replace(
+            cls._read_common(root, config, architecture, transformer, tokenizer),
+            tasks=["score"],
+            dimensions=scoring.num_labels,
+            scoring=scoring,
+        )
+
+
+def _choose_purpose(architecture: str, config: JsonFile, modules: list[Module], task: Task) -> _Purpose:
+    """What the folder says, and where it says nothing, the operator, and where nobody does, that it embeds.
+
+    Raises:
+        ModelError: the operator says something else, or the folder contradicts itself.
+    """
+    kinds = [module.kind for module in modules]
+    declared: _Purpose | None = None
+    if modules:
+        declared = "embed" if "Pooling" in kinds else "sparse" if kinds in SPARSE_CLASSES else "tokens"
+    if is_classifier(architecture):
+        if kinds not in ([], ["Transformer"]):
+            modules[0].entry.refuse("type", f"a {architecture} scores by its own head, and needs no modules {kinds}.")
+        declared = "score"
+    elif kinds in SCORING_CLASSES:
+        if kinds == ["Transformer"] or not is_language_model(architecture):
+            refuse_modules(modules)
+        declared = "score"
+    if task == "auto":
+        return declared or "embed"
+    if declared not in (None, task):
+        raise ModelError(f"--task {task}: {config.path} is of a {architecture} that is for {_PURPOSES[declared]}.")
+    return task
+
+
+# --- config.json, settings, limits ---
+
+_SETTINGS = "config_sentence_transformers.json"
+
+# What sentence-transformers calls a model for each purpose; what says nothing is the first.
+_MODEL_TYPES: Mapping[_Purpose, str] = MappingProxyType(
+    {"embed": "SentenceTransformer", "tokens": "MultiVectorEncoder", "sparse": "SparseEncoder"}
+)
+
+
+def read_architecture(config: JsonFile) -> str:
+    """The one architecture that config.json names.
+
+    Raises:
+        ModelError: none or several, or one that no family has, or that brings unknown code; weights that are quantized;
+            or sizes that no model has, for which memory would be asked.
+    """
+    if config.values.get("quantization_config"):
+        config.refuse("quantization_config", "quantized weights are not supported.")
+    architectures = config.values.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+        config.refuse("architectures", f"a list of one name is needed, not {architectures!r}.")
+    check_own_code(architectures[0], config)
+    check_architecture(architectures[0], config)
+    for most, fields in _LARGEST.items():
+        for field in fields:
+            value = config.values.get(field)
+            if type(value) is int and value > most:
+                config.refuse(field, f"{value} is more than any model has; up to {most} is supported.")
+    return architectures[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _SentenceSettings:
+    prompts: dict[str, str]
+    default_prompt_name: str | None
+    truncate_dim: int | None
+
+    @classmethod
+    def read(cls, root: Path, expected_type: str) -> _SentenceSettings:
+        config = JsonFile.read_optional(root / _SETTINGS)
+        model_type = config.text("model_type") or _MODEL_TYPES["embed"]
+        if model_type != expected_type:
+            config.refuse("model_type", f"{model_type!r}, but its modules are those of a {expected_type}.")
+        # similarity_fn_name says how vectors are compared, requirements which releases of other software are needed.
+        harmless = {"__version__", "similarity_fn_name", "requirements"}
+        own = {"truncate_dim"} if model_type == _MODEL_TYPES["embed"] else set()
+        config.refuse_unknown(frozenset({*harmless, *own, "prompts", "default_prompt_name", "model_type"}))
+        texts = config.values.get("prompts") or {}
+        if not isinstance(texts, dict) or not all(text is None or isinstance(text, str) for text in texts.values()):
+            config.refuse("prompts", "a map of names to texts is needed.")
+        prompts = {name: text or "" for name, text in texts.items()}
+        default = config.text("default_prompt_name")
+        if default is not None and default not in prompts:
+            if default not in _USUAL_PROMPTS:
+                config.refuse("default_prompt_name", f"{default!r} is none of the prompts.")
+            default = None
+        return cls(prompts, default, config.optional_integer("truncate_dim"))
+
+
+def _read_cross_encoder_settings(root: Path) -> JsonFile:
+    """Raises ModelError: settings of something else than a CrossEncoder, or a field that is not understood."""
+    config = JsonFile.read_optional(root / _SETTINGS)
+    # Heads compute in float32, so what keep_in_fp32_modules asks for is so. Prompts are used by name alone.
+    harmless = {"__version__", "requirements", "keep_in_fp32_modules", "prompts"}
+    config.refuse_unknown(frozenset({*harmless, "activation_fn", "default_prompt_name", "model_type"}))
+    if (model_type := config.text("model_type")) != "CrossEncoder":
+        config.refuse("model_type", f"'CrossEncoder' is needed of a model that scores, not {model_type!r}.")
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """What a Transformer is loaded for, in sentence-transformers' words, and what of its output counts."""
+
+    task: str
+    output_name: str
+    method_output_name: str
+    is_implied: bool = False  # by a file that says nothing
+
+
+_EMBEDDING = _Usage("feature-extraction", "token_embeddings", "last_hidden_state", is_implied=True)
+_FILLING = _Usage("fill-mask", "token_embeddings", "logits")
+_FORMERLY_FILLING = replace(_FILLING, is_implied=True)
+_CLASSIFYING = _Usage("sequence-classification", "scores", "logits")
+_GENERATING = _Usage("text-generation", "causal_logits", "logits")
+
+
+def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
+    """How the Transformer is used: its length limit, lower-casing, and what of its output counts."""
+    files = [JsonFile.read_optional(folder / name) for name in _TRANSFORMER_FILES]
+    config = next((file for file in files if file.values), files[0])
+    known: dict[str, object] = {
+        "transformer_task": usage.task,
+        "module_output_name": usage.output_name,
+        "processing_kwargs": {},
+        "tokenizer_name_or_path": None,
+        # Of models with a vector a token.
+        "query_length": None,
+        "document_length": None,
+        "query_expansion": None,
+    }
+    # `unpad_inputs` and `cache_dir` change no numbers.
+    read = {"max_seq_length", "do_lower_case", "modality_config", "unpad_inputs", "cache_dir"}
+    config.refuse_unknown(frozenset({*read, *known, *_HARMLESS_OPTIONS, *_FORMER_OPTIONS}))
+    plain = _without_chat_template(config) if usage in (_CLASSIFYING, _GENERATING) else config
+    for field, value in known.items():
+        if plain.values.get(field) not in (None, value):
+            config.refuse(field, f"only {value!r} is supported.")
+    if not usage.is_implied and config.text("transformer_task") is None:  # it would embed
+        config.refuse("transformer_task", f"missing; {usage.task!r} is needed of these modules.")
+    # With a "message" in it, texts would be put into a chat template.
+    text_alone = {"text": {"method": "forward", "method_output_name": usage.method_output_name}}
+    if plain.values.get("modality_config") not in (None, text_alone):
+        config.refuse("modality_config", f"only {text_alone!r} is supported.")
+    for field in (*_HARMLESS_OPTIONS, *_FORMER_OPTIONS):
+        options = config.values.get(field) or {}
+        if not isinstance(options, dict):
+            config.refuse(field, "a map of options is needed.")
+        if others := sorted(set(options) - _HARMLESS_OPTIONS[_FORMER_OPTIONS.get(field, field)]):
+            config.refuse(field, f"{', '.join(others)} might change the vectors.")
+    return config
+
+
+def _without_chat_template(config: JsonFile) -> JsonFile:
+    """The Transformer's file but for what concerns a chat template: `worker.scoring` decides on that."""
+    modalities, options = config.values.get("modality_config"), config.values.get("processing_kwargs")
+    if not isinstance(modalities, dict) or MESSAGE not in modalities:
+        return config
+    values = {**config.values, "modality_config": {name: modalities[name] for name in modalities if name != MESSAGE}}
+    if isinstance(options, dict):
+        values["processing_kwargs"] = {name: options[name] for name in options if name != "chat_template"}
+    return JsonFile(config.path, values)
+
+
+def _length_limit(transformer: JsonFile, tokenizer: JsonFile) -> int | None:
+    """max_seq_length where it is given, else the tokenizer's own limit: the former overrides the latter in
+    sentence-transformers too."""
+    declared = transformer.optional_integer("max_seq_length")
+    if declared is not None:
+        return declared
+    value = tokenizer.values.get("model_max_length", tokenizer.values.get("max_len"))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _SANE_MODEL_MAX_LENGTH:
+        return None
+    return int(value)
+
+
+def main() -> int:
+    """`python -m worker.checkpoint FOLDER [TASK]`: whether the folder declares a model that can be served, in a moment
+    and without torch. Its weights are not looked into."""
+    folder, task = sys.argv[1], sys.argv[2] if sys.argv[2:] else "auto"
+    try:
+        Checkpoint.read(Path(folder), cast("Task", task))
+    except ModelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 78
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What a folder declares of sparse rows: a weight for each token of the vocabulary, by SPLADE.
+
+Such a row is made by the head of a masked language model. That a folder is meant so is never guessed: it says it
+(a SpladePooling module of sentence-transformers), or the operator does (`--task sparse`). The latter makes of a bare
+masked language model what sentence-transformers' SparseEncoder does: the maximum over the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from worker.checkpoint.files import JsonFile
+
+# Those whose head is known. BertForPreTraining has that of BertForMaskedLM, and one more that is not used.
+MASKED_LANGUAGE_MODELS = (
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "RobertaForMaskedLM",
+    "XLMRobertaForMaskedLM",
+    "CamembertForMaskedLM",
+    "DistilBertForMaskedLM",
+    "MPNetForMaskedLM",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Splade:
+    """What becomes of the logits of a row's tokens."""
+
+    pooling: Literal["max", "sum"]
+    num_logs: int  # how often log(1 + x) is taken of what is above 0
+
+
+def read_splade(config: JsonFile, vocab_size: int) -> Splade:
+    """What the config.json of a SpladePooling says.
+
+    Raises:
+        ModelError: a field is not understood.
+    """
+    # chunk_size bounds the memory that is taken at once.
+    known = {"pooling_strategy", "activation_function", "chunk_size"}
+    widths = ("embedding_dimension", "word_embedding_dimension")
+    config.refuse_unknown(frozenset({*known, *widths}))
+    for field in widths:
+        width = config.optional_integer(field)
+        if width is not None and width != vocab_size:
+            config.refuse(field, f"{width}, but the vocabulary has {vocab_size} tokens.")
+    strategy = config.text("pooling_strategy") or "max"
+    activation = config.text("activation_function") or "relu"
+    if strategy not in ("max", "sum"):
+        config.refuse("pooling_strategy", f"'max' or 'sum' is needed, not {strategy!r}.")
+    if activation not in ("relu", "log1p_relu"):
+        config.refuse("activation_function", f"'relu' or 'log1p_relu' is needed, not {activation!r}.")
+    return Splade("max" if strategy == "max" else "sum", 1 if activation == "relu" else 2)
+
+
+def read_bare(architecture: str, config: JsonFile) -> Splade:
+    """What SparseEncoder makes of a folder without modules.json.
+
+    Raises:
+        ModelError: it would put layers without weights behind it.
+    """
+    if not architecture.endswith("ForMaskedLM"):
+        config.refuse("architectures", f"--task sparse: a masked language model is needed, not a {architecture}.")
+    return Splade("max", 1)
+
+
+def check_masked(architecture: str, config: JsonFile) -> None:
+    """Raises ModelError: it has no head of a masked language model that is known."""
+    if architecture not in MASKED_LANGUAGE_MODELS:
+        config.refuse(
+            "architectures",
+            f"sparse rows of a {architecture} are not supported; supported are {', '.join(MASKED_LANGUAGE_MODELS)}.",
+        )

@@ -1,0 +1,248 @@
+"""From hidden states to a weight for each token of the vocabulary: SPLADE, sparse rows.
+
+    hidden states → the head of a masked language model → logits [tokens, vocabulary]
+                  → log(1 + max(x, 0)), once or twice → maximum or sum over a row's tokens → the weights that are not 0
+
+Every token of a row counts, special ones too. The head computes in float32, whatever the body's dtype: what is kept is
+what lies above 0, and there rounding decides what exists.
+
+16,384 tokens times 30,522 columns are 2 GB, so logits are made of some columns of the vocabulary at a time, for all
+tokens: as many as fit a buffer of fixed size, which stays in a device's cache. Rejected: some tokens at a time. Rows
+would have to be added to, so that a sum depended on where its sequence lies in the batch.
+
+A step leaves dense float32 rows on the device; how many of a row's columns are not 0 is only known there, and asking
+would wait for it. They are compressed by whoever reads them (`compress`), which takes the launching thread no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from common.wire.rows import MAX_FRAME_BYTES
+from worker.batch.lazy import Rows
+from worker.checkpoint.files import ModelError
+from worker.checkpoint.weights import fit, open_weights
+from worker.models.heads import Head, Scorer
+from worker.models.layers import ACTIVATIONS
+from worker.models.output import Output
+from worker.models.pooling import FLAG_BYTES, pool, total
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from worker.batch.ragged import RaggedBatch
+    from worker.checkpoint.declared import Checkpoint
+    from worker.checkpoint.files import JsonFile
+    from worker.checkpoint.splade import Splade
+    from worker.models.interface import Model
+
+# Of logits at once: 16 MiB. On a CPU, 512 tokens of 768 columns, 1 to 16 MiB made no difference (2026-11-30).
+_LOGITS_AT_ONCE = 1 << 22
+
+# How TensorFlow's checkpoints name a layer norm's parameters.
+_LEGACY_KINDS: Mapping[str, str] = MappingProxyType({"gamma": "weight", "beta": "bias"})
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadNames:
+    """How an architecture's checkpoints call the parts of its head, and the table that the last one is tied to."""
+
+    transform: str
+    norm: str
+    decoder: str
+    bias: str | None  # what the decoder's bias is tied to, another name of which may be all that is stored
+    table: str = "embeddings.word_embeddings.weight"
+
+
+class VocabularyHead(Head):
+    """A linear layer, its activation and a norm, then a logit for each token of the vocabulary."""
+
+    def __init__(
+        self,
+        names: _HeadNames,
+        size: int,
+        epsilon: float,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        table: torch.Tensor,
+    ) -> None:
+        """`table` is what the decoder is tied to: [vocabulary, size], any floating dtype, yet to be filled."""
+        layers = {
+            names.transform: nn.Linear(size, size, dtype=torch.float32),
+            names.norm: nn.LayerNorm(size, eps=epsilon, dtype=torch.float32),
+        }
+        super().__init__("max", layers, activation)
+        self.names = names
+        self.bias = nn.Parameter(torch.empty(len(table), dtype=torch.float32))
+        self.decoder: nn.Parameter | None = None
+        self._bias_name = f"{names.decoder}.bias" if names.bias is None else names.bias
+        self._table = (table,)  # the body's, not another parameter
+
+    def untie(self, *, weight: bool, bias: bool) -> None:
+        """Have the decoder's own weight, its own bias, or both in the checkpoint's stead of those it is tied to."""
+        if weight:
+            (table,) = self._table
+            self.decoder = nn.Parameter(torch.empty(table.shape, dtype=torch.float32), requires_grad=False)
+        if bias:
+            self._bias_name = f"{self.names.decoder}.bias"
+
+    def logits(self, rows: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """float32 [tokens, size], transformed → float32 [tokens, stop - start], of these tokens of the vocabulary."""
+        table = self._table[0] if self.decoder is None else self.decoder
+        return functional.linear(rows, table[start:stop].float(), self.bias[start:stop])
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        own = {} if self.decoder is None else {f"{self.names.decoder}.weight": self.decoder}
+        return {**super().checkpoint_tensors(), self._bias_name: self.bias, **own}
+
+    def canonical_name(self, stored_name: str) -> str | None:
+        part, _, kind = stored_name.rpartition(".")
+        name = f"{part}.{_LEGACY_KINDS[kind]}" if part == self.names.norm and kind in _LEGACY_KINDS else stored_name
+        return name if name in self.checkpoint_tensors() else None
+
+
+class SparseOutput(Output):
+    """A row's columns are the vocabulary's tokens; what it asks for besides (`normalize`) means nothing."""
+
+    is_sparse = True
+
+    def __init__(self, head: VocabularyHead, splade: Splade, vocab_size: int) -> None:
+        super().__init__((), [head], vocab_size)
+        self._head = (head,)
+        self._splade = splade
+
+    @property
+    def pooling(self) -> str:
+        return f"splade_{self._splade.pooling}"
+
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+        """[tokens, hidden] → uint8 [rows, FLAG_BYTES + 4 * dimensions]: each row's flag, then float32 weights."""
+        (head,) = self._head
+        rows = torch.empty((len(batch.row_starts), 1 + self.dimensions), dtype=torch.float32, device=hidden.device)
+        weights = rows[:, 1:]
+        transformed = head(hidden.float())
+        num_columns = max(1, _LOGITS_AT_ONCE // len(hidden))
+        for start in range(0, self.dimensions, num_columns):
+            stop = min(start + num_columns, self.dimensions)
+            logits = head.logits(transformed, start, stop)
+            if self._splade.pooling == "max":  # of logits rather than weights: the order is the same
+                weights[:, start:stop] = self._activate(pool(logits, batch.spans, "max"))
+            else:
+                weights[:, start:stop] = total(self._activate(logits), batch.spans)
+        # None is negative, so a row's sum is finite exactly where all of it is.
+        rows.view(torch.int32)[:, 0] = torch.isfinite(weights.sum(dim=1))
+        return rows.view(torch.uint8)
+
+    def _activate(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.relu_()
+        for _ in range(self._splade.num_logs):
+            logits = logits.log1p_()
+        return logits
+
+
+assert FLAG_BYTES == 4, "a row's flag takes the place of one float32"
+
+
+def compress(dense: Rows, dimensions: npt.NDArray[np.int32]) -> Rows:
+    """The rows of a sparse batch as they travel, see `common.wire.rows.SPARSE`; one that is not finite has no values.
+
+    Args:
+        dense: rows are float32, uint8 [rows, 4 * vocabulary].
+        dimensions: [rows] how many columns count.
+
+    Raises:
+        RuntimeError: they are more than a message holds. (A language model that was not trained to be sparse may keep
+            most of its columns, and then takes twice what dense rows do.)
+    """
+    values = dense.rows.view("<f4")
+    kept = values != 0
+    found = [
+        np.flatnonzero(row[:count]) if finite else np.zeros(0, dtype=np.int64)
+        for row, count, finite in zip(kept, dimensions.tolist(), dense.finite.tolist(), strict=True)
+    ]
+    width = 4 + 8 * max(map(len, found))
+    if len(found) * width > MAX_FRAME_BYTES:
+        raise RuntimeError(f"{len(found)} sparse rows of up to {width} bytes are more than a message holds")
+    rows = np.zeros((len(found), width), dtype=np.uint8)
+    for row, row_values, columns in zip(rows, values, found, strict=True):
+        middle, end = 4 + 4 * len(columns), 4 + 8 * len(columns)
+        row[:4].view("<i4")[0] = len(columns)
+        row[4:middle].view("<i4")[:] = columns
+        row[middle:end].view("<f4")[:] = row_values[columns]
+    return Rows(rows, dense.finite)
+
+
+def build_sparse(checkpoint: Checkpoint, body: Model, device: torch.device) -> tuple[Model, Output]:
+    """The body with the head of its masked language model, both yet to be filled, and what makes rows of them.
+
+    Raises:
+        ModelError: a field is missing or has a value that is not implemented, or the weights cannot be read.
+    """
+    assert checkpoint.splade is not None
+    config = checkpoint.config
+    head = _HEADS[checkpoint.architecture](config, body)
+    model = Scorer(body, head)
+    with open_weights(checkpoint.folder) as weights:
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
+        wrapper = fit(weights, shapes, model.canonical_name).wrapper
+        stored = {name.removeprefix(wrapper) for file in weights.files for name in file.tensors}
+        has_weight, has_bias = (f"{head.names.decoder}.{kind}" in stored for kind in ("weight", "bias"))
+        if not has_weight and not config.flag("tie_word_embeddings", default=True):
+            raise ModelError(
+                f"{weights.source}: {head.names.decoder}.weight is missing, and {config.path}: tie_word_embeddings "
+                "says that it is not tied to the embeddings."
+            )
+    # Source: transformers' `tie_weights`: what is stored counts, even if config.json says that it is tied.
+    head.untie(weight=has_weight, bias=has_bias)
+    head.to(device)
+    return model, SparseOutput(head, checkpoint.splade, body.vocab_size)
+
+
+# --- the heads of transformers' classes ---
+
+
+def _bert_head(config: JsonFile, body: Model) -> VocabularyHead:
+    names = _HeadNames(
+        transform="cls.predictions.transform.dense",
+        norm="cls.predictions.transform.LayerNorm",
+        decoder="cls.predictions.decoder",
+        bias="cls.predictions.bias",
+    )
+    return _head(names, body, config.number("layer_norm_eps"), config.text("hidden_act"))
+
+
+def _distilbert_head(config: JsonFile, body: Model) -> VocabularyHead:
+    names = _HeadNames("vocab_transform", "vocab_layer_norm", "vocab_projector", None)
+    return _head(names, body, 1e-12, config.text("activation"))
+
+
+def _roberta_head(config: JsonFile, body: Model) -> VocabularyHead:
+    names = _HeadNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
+    return _head(names, body, config.number("layer_norm_eps"), "gelu")
+
+
+def _head(names: _HeadNames, body: Model, epsilon: float, activation: str | None) -> VocabularyHead:
+    # The body has read the same field, and refused what is not in here.
+    function = ACTIVATIONS[activation or ""].function
+    table = body.checkpoint_tensors()[names.table]
+    return VocabularyHead(names, body.hidden_size, epsilon, function, table)
+
+
+_HEADS: Mapping[str, Callable[[JsonFile, Model], VocabularyHead]] = MappingProxyType(
+    {
+        "BertForMaskedLM": _bert_head,
+        "BertForPreTraining": _bert_head,
+        "RobertaForMaskedLM": _roberta_head,
+        "XLMRobertaForMaskedLM": _roberta_head,
+        "CamembertForMaskedLM": _roberta_head,
+        "DistilBertForMaskedLM": _distilbert_head,
+        "MPNetForMaskedLM": _roberta_head,
+    }
+)
