@@ -27,8 +27,8 @@ from tests.worker.test_modernbert import GLOBAL, LOCAL, modernbert, ropes
 from tests.worker.test_mpnet import mpnet
 from tests.worker.test_nomic_bert import nomic_bert
 from tests.worker.test_parity import bert, distilbert, roberta, xlm_roberta
+from worker.checkpoint.architectures import check_dtype
 from worker.checkpoint.files import ModelError
-from worker.models.interface import check_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable

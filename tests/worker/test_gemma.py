@@ -17,9 +17,10 @@ from tests.parity import VOCAB_SIZE
 from tests.worker.conftest import make_engine
 from worker.attention.sdpa import SdpaAttention
 from worker.batch.ragged import load_sorted
+from worker.checkpoint.architectures import check_dtype
 from worker.checkpoint.declared import Checkpoint
 from worker.checkpoint.files import ModelError
-from worker.models.interface import build, check_dtype
+from worker.models.build import build
 from worker.models.loader import load_weights
 
 LIMIT = 160

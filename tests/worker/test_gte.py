@@ -24,8 +24,8 @@ from worker.attention.sdpa import SdpaAttention
 from worker.batch.ragged import load_sorted
 from worker.checkpoint.declared import Checkpoint
 from worker.checkpoint.files import ModelError
+from worker.models.build import build
 from worker.models.families.gte import NtkRope
-from worker.models.interface import build
 from worker.models.loader import load_weights
 
 LIMIT = 160

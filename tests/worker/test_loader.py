@@ -31,7 +31,8 @@ from tests.models import (
 from tests.worker.conftest import make_engine
 from worker.checkpoint.declared import Checkpoint
 from worker.checkpoint.files import ModelError
-from worker.models.interface import Model, build
+from worker.models.build import build
+from worker.models.interface import Model
 from worker.models.loader import check_weights, load_weights
 
 QUERY = "encoder.layer.0.attention.self.query.weight"

@@ -21,8 +21,8 @@ from worker.attention.sdpa import SdpaAttention
 from worker.batch.ragged import load_sorted
 from worker.checkpoint.declared import Checkpoint
 from worker.checkpoint.files import ModelError
+from worker.models.build import build
 from worker.models.families.mpnet import bucket
-from worker.models.interface import build
 from worker.models.loader import load_weights
 
 # Distances that share the last bucket, and such as are beyond the table of biases.

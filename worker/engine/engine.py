@@ -26,6 +26,7 @@ from worker.attention.select import look_ahead
 from worker.batch import ragged
 from worker.batch.lazy import DeviceLost, LazyTensor
 from worker.batch.ragged import Limits
+from worker.checkpoint.architectures import check_dtype
 from worker.checkpoint.declared import Checkpoint
 from worker.checkpoint.files import ModelError
 from worker.engine import selfcheck
@@ -33,8 +34,8 @@ from worker.engine.facts import check_pairs_and_chunks, describe, length_limit
 from worker.engine.oom_split import run_in_pieces
 from worker.engine.precompile import Precompilation
 from worker.engine.runner import DeviceRunner, HostRunner, Runner, head_shape
+from worker.models.build import build
 from worker.models.heads import load_scores
-from worker.models.interface import build, check_dtype
 from worker.models.layers import pack_linears
 from worker.models.loader import check_weights, load_weights
 from worker.models.output import Output, load_output

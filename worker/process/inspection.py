@@ -23,7 +23,7 @@ from worker.checkpoint.declared import Checkpoint, read_architecture
 from worker.checkpoint.files import JsonFile, ModelError, read_file
 from worker.checkpoint.weights import fit, listed, open_weights
 from worker.engine.facts import check_pairs_and_chunks, describe, length_limit
-from worker.models.interface import build
+from worker.models.build import build
 
 if TYPE_CHECKING:
     from worker.checkpoint.scoring import Task
