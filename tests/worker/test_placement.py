@@ -93,7 +93,7 @@ def test_memory_of_the_node_is_asked_for() -> None:
     """Of this host's own first node; in a child, since it cannot be undone here."""
     program = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"
-        "from worker.placement import _prefer_memory\n"
+        "from worker.process.placement import _prefer_memory\n"
         "_prefer_memory(0)\n"
         "print(open('/proc/self/numa_maps').read())"
     )

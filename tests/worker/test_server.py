@@ -411,7 +411,7 @@ import ctypes, sys
 from common.config import WorkerConfig
 from common.metrics import Metrics
 from tests.fakes import FACTS
-from worker.server import Server
+from worker.process.server import Server
 
 class Engine:
     has_chores = False
