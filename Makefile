@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 CHROMIUM := $(VENV)/chromium/chromium
 CHECKED := common gateway scheduler worker tests benchmarks
 
-.PHONY: install up test soak simulate check format bench bench-peers screenshot clean
+.PHONY: docs install up test soak simulate check format bench bench-peers screenshot clean
 
 install: $(INSTALLED)
 
@@ -62,5 +62,12 @@ bench-peers: install
 screenshot: install $(CHROMIUM)
 	$(BIN)/python -m tests.screenshot docs/status-page.png
 
+# The pages of docs/ as a site: build/site/index.html, served on http://127.0.0.1:8000. It has an environment of its own.
+docs:
+	test -d .venv-docs || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet 'mkdocs-material>=9.6,<10'
+	.venv-docs/bin/mkdocs build --quiet
+	.venv-docs/bin/mkdocs serve --quiet --dev-addr 127.0.0.1:8000
+
 clean:
-	rm -rf $(VENV) .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-docs .peers build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What bad input is answered with: bad_input.toml read, and BAD_INPUT.md made of it.
+"""What bad input is answered with: bad_input.toml read, and docs/bad-input.md made of it.
 
 The file is the one place where the answers stand; test_bad_input.py sends every case of it.
 `python -m tests.gateway.bad_input` writes the page anew.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("bad_input.toml")
-PAGE = Path(__file__).with_name("BAD_INPUT.md")
+PAGE = Path(__file__).parent.parent.parent / "docs" / "bad-input.md"
 
 _NONE = "-"
 
