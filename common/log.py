@@ -17,7 +17,7 @@ from pathlib import Path
 _QUEUED_RECORDS = 10_000
 _FILE_BYTES = 16 * 1024 * 1024
 _FILES = 4
-_SELDOM_NS = 1_000_000_000
+_LINE_INTERVAL_NS = 1_000_000_000
 
 
 class _DroppingHandler(logging.handlers.QueueHandler):
@@ -93,7 +93,7 @@ class _EscapingFormatter(logging.Formatter):
         return "\n".join("    " + line for line in text.splitlines())
 
 
-class Seldom:
+class RateLimitedLog:
     """Lines of a kind that a peer can cause as often as it likes: one a second, with how many were left out before it.
 
     Those after the last one are told of by the next, whenever it comes. What counts them all is a metric.
@@ -110,7 +110,7 @@ class Seldom:
             self._left_out += 1
             return
         left_out, self._left_out = self._left_out, 0
-        self._next_ns = now_ns + _SELDOM_NS
+        self._next_ns = now_ns + _LINE_INTERVAL_NS
         if left_out:
             self._logger.log(level, "%s (and %d more before it)", text % arguments, left_out)
         else:

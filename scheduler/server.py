@@ -19,7 +19,7 @@ import zmq
 
 from common.config import SchedulerConfig
 from common.errors import ProtocolError, VersionMismatch
-from common.log import Seldom
+from common.log import RateLimitedLog
 from common.metrics import Metrics, open_metrics
 from common.wire.codec import Message
 from common.wire.messages import Hello, Join, Refuse, Request
@@ -57,8 +57,8 @@ class _Side:
         self.action = action  # what sends a message to a peer of this side
         self.on_message = on_message
         self.on_lost = on_lost
-        self.dropped = Seldom(logger)  # what comes that is no message, from whomever
-        self.refused = Seldom(logger)  # who speaks another version, likewise
+        self.dropped = RateLimitedLog(logger)  # what comes that is no message, from whomever
+        self.refused = RateLimitedLog(logger)  # who speaks another version, likewise
         self.gone: set[bytes] = set()  # peers to which nothing can be sent; what they have said is not all heard yet
         self._poller = poller
         self._pidfds: dict[bytes, int] = {}

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from common.log import Seldom
+from common.log import RateLimitedLog
 from common.wire.transport import now_ns
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Acceptor:
         self._least: int | None = None  # what the one with the fewest has said last
         self._num_left = 0  # since then, in a row, of those that were left to it
         self._starting: set[asyncio.Task[object]] = set()
-        self._short = Seldom(logger)
+        self._short = RateLimitedLog(logger)
         sock.setblocking(False)
         self._counts.least_of_others(0)
         self._loop.add_reader(sock, self._on_waiting)

@@ -24,7 +24,7 @@ import zmq
 
 from common.config import usable_cpus, visible_cuda_devices
 from common.errors import ProtocolError
-from common.log import Seldom
+from common.log import RateLimitedLog
 from common.metrics import Metrics, open_metrics
 from common.model_location import find_model
 from common.wire import transport
@@ -83,7 +83,7 @@ class Server:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer: transport.Dealer | None = None  # from Ready on
-        self._odd = Seldom(logger)  # what comes that is no message
+        self._bad_messages = RateLimitedLog(logger)  # what comes that is no message
         self._signals = 0
         self._signals_told = 0  # of those, to the core
         self._next_watch_s = 0.0
@@ -152,7 +152,7 @@ class Server:
             try:
                 message = self._dealer.receive()
             except ProtocolError as error:
-                self._odd.log(logging.WARNING, transport.now_ns(), "a message that cannot be read: %s", error)
+                self._bad_messages.log(logging.WARNING, transport.now_ns(), "a message that cannot be read: %s", error)
                 self._metrics.protocol_errors.labels("worker").inc()
                 continue
             if message is None:
