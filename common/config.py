@@ -1,7 +1,7 @@
 """The configuration of each process: one frozen dataclass, its flags derived from its fields.
 
 A field `port` is the flag `--port` and the variable `HEDGEROW_PORT`; a flag wins over the environment, the
-environment over the default. This is the only module that reads the environment. A unit is part of a name
+environment over the default. A unit is part of a name
 (`_s`, `_ms`, `_bytes`, `_tokens`). What a process can learn from a peer is not configured: a gateway hears about the
 model from the scheduler, the scheduler from its workers.
 """
@@ -11,23 +11,33 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from common.deploy import plan
+from common import environment
+from common.environment import PREFIX
+from common.model_flags import PlannedModel, is_named, plan_models
+from common.run_dir import default_run_dir
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 TASKS = ("auto", "embed", "score", "sparse")
-_PREFIX = "HEDGEROW_"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 
 
-def _option(default: object, help_text: str, *, choices: tuple[str, ...] | None = None) -> Any:  # noqa: ANN401 as dataclasses.field
-    return field(default=default, metadata={"help": help_text, "choices": choices})
+def _option(
+    default: object,
+    help_text: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: int = 1,
+    number_or_auto: bool = False,
+) -> Any:  # noqa: ANN401 as dataclasses.field
+    """A field with what its flag says and takes. `minimum` is for whole numbers."""
+    metadata = {"help": help_text, "choices": choices, "minimum": minimum, "number_or_auto": number_or_auto}
+    return field(default=default, metadata=metadata)
 
 
 def _task_option() -> Any:  # noqa: ANN401  # a field of a dataclass
@@ -44,8 +54,8 @@ class ProcessConfig:
     """What every process needs."""
 
     run_dir: str = _option("", "folder of this suite's sockets, locks and logs; default: one a user and port")
-    port: int = _option(8080, "TCP port of the HTTP endpoint; also names the default run folder")
-    slot: int = _option(0, "which of its kind this process is, from 0")
+    port: int = _option(8080, "TCP port of the HTTP endpoint; also names the default run folder", minimum=0)
+    slot: int = _option(0, "which of its kind this process is, from 0", minimum=0)
     log_level: str = _option("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     log_dir: str = _option("", "folder of rotating log files; default: standard error")
     drain_timeout_s: int = _option(20, "how long a stopping process waits for what it has accepted")
@@ -53,10 +63,10 @@ class ProcessConfig:
     def __post_init__(self) -> None:
         if not self.run_dir:
             object.__setattr__(self, "run_dir", default_run_dir(self.port))
-        _at_least(self, 0, "port", "slot")
+        for item in fields(self):
+            _check(item, getattr(self, item.name))
         if self.port > 65_535:
             raise ValueError("--port needs at most 65535")
-        _at_least(self, 1, "drain_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -86,9 +96,7 @@ class GatewayConfig(ProcessConfig):
     )
 
     def __post_init__(self) -> None:
-        ProcessConfig.__post_init__(self)
-        names = {item.name for item in fields(GatewayConfig)} - {item.name for item in fields(ProcessConfig)}
-        _at_least(self, 1, *(names - {"host", "auto_truncate", "api_keys_file", "cors_origins", "models"}))
+        super().__post_init__()
         if self.max_held_bytes < self.max_body_bytes:
             raise ValueError("--max-held-bytes needs at least as many as --max-body-bytes, or these are never read")
         _check_origins(self.cors_origins)
@@ -101,12 +109,8 @@ class SchedulerConfig(ProcessConfig):
     latency_target_ms: int = _option(
         0,
         "how long a step may take: where it would take longer, fewer tokens run at once; 0: as --max-batch-tokens says",
+        minimum=0,
     )
-
-    def __post_init__(self) -> None:
-        ProcessConfig.__post_init__(self)
-        _at_least(self, 0, "latency_target_ms")
-        _at_least(self, 1, "workers", "max_queue_ms")
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class WorkerConfig(ProcessConfig):
     task: str = _task_option()
     device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = _option("auto", "what it computes in", choices=("auto", "float32", "bfloat16", "float16"))
-    max_batch_tokens: str = _option("auto", "tokens one step should not exceed: a number, or auto")
+    max_batch_tokens: str = _option("auto", "tokens one step should not exceed: a number, or auto", number_or_auto=True)
     attention: str = _option(
         "auto",
         "attention backend; auto: the fastest on this device, as measured",
@@ -138,16 +142,13 @@ class WorkerConfig(ProcessConfig):
     )
     max_graph_bytes: int = _option(4 * 1024**3, "device memory that captured graphs may take")
     cache_dir: str = _option("", "folder of what was measured and compiled; default: hedgerow in the user's cache")
-    threads: str = _option("auto", "CPU threads of one worker: a number, or auto")
+    threads: str = _option("auto", "CPU threads of one worker: a number, or auto", number_or_auto=True)
     workers: int = _option(1, "workers on this host, which share its CPU cores")
 
     def __post_init__(self) -> None:
-        ProcessConfig.__post_init__(self)
+        super().__post_init__()
         if not self.cache_dir:
             object.__setattr__(self, "cache_dir", _default_cache_dir())
-        _at_least(self, 1, "workers", "max_graph_bytes")
-        for name in ("max_batch_tokens", "threads"):
-            _number_or_auto(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
     workers: str = _option(  # type: ignore[assignment]  # resolved to a number before any process loads it
         "auto",
         "workers of each model: a number, or auto (one a GPU; on a CPU one a core, fewer where the model is large)",
+        number_or_auto=True,
     )
     models: tuple[str, ...] = _option(  # reduced to its names before any process loads it
         (), "several models, each as NAME=MODEL: what stands after `hedgerow serve`"
@@ -175,28 +177,25 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
     )
 
     def __post_init__(self) -> None:
-        GatewayConfig.__post_init__(self)
-        if len(self.models) == 1 and not plan.is_named(self.models[0]):
+        super().__post_init__()
+        if len(self.models) == 1 and not is_named(self.models[0]):
             object.__setattr__(self, "model", self.models[0])
             object.__setattr__(self, "models", ())
-        self._check_models()
-        if not self.cache_dir:
-            object.__setattr__(self, "cache_dir", _default_cache_dir())
-        _at_least(self, 0, "latency_target_ms")
-        _at_least(self, 1, "gateways", "max_queue_ms", "max_graph_bytes")
-        for name in ("max_batch_tokens", "threads", "workers"):
-            _number_or_auto(name, str(getattr(self, name)))
-
-    def _check_models(self) -> None:
-        models = plan.parse_models(self.models)
-        plan.parse_tasks(self.task, models or [self.model], TASKS)
-        gpus = plan.parse_gpus(self.gpus, models)
+        self.planned_models()
         if self.models and self.served_model_name:
             raise ValueError("--served-model-name is for one model; of several each is called as in NAME=MODEL")
-        if gpus and self.device == "cpu":
+        if self.gpus and self.device == "cpu":
             raise ValueError("--gpus and --device cpu exclude each other; leave one of them out")
-        if gpus and self.workers != "auto":
+        if self.gpus and self.workers != "auto":
             raise ValueError("--gpus says how many workers there are, one a GPU; leave --workers out")
+
+    def planned_models(self) -> list[PlannedModel]:
+        """The models of the suite, one or several.
+
+        Raises:
+            ValueError: the flags cannot be read; not once this object is there.
+        """
+        return plan_models(self.models, self.model, task=self.task, gpus=self.gpus, tasks=TASKS)
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
     A wrong flag or value ends the process with a message that names it (argparse's exit status 2). `serve` also takes
     models as positional arguments, `inspect` one.
     """
-    environ = os.environ if environ is None else environ
+    environ = environment.variables() if environ is None else environ
     parser = argparse.ArgumentParser(
         prog=f"hedgerow {config_class.__name__.removesuffix('Config').lower()}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -238,7 +237,7 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
             if item.name in given:
                 found = given[item.name]
                 values[item.name] = tuple(found) if isinstance(found, list) else found
-            elif (text := environ.get(_PREFIX + item.name.upper())) is not None and text != "":
+            elif (text := environ.get(PREFIX + item.name.upper())) is not None and text != "":
                 values[item.name] = _parse(item, hints[item.name], text)
         return config_class(**values)
     except ValueError as error:
@@ -247,73 +246,17 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
 
 def to_environment(config: ProcessConfig) -> dict[str, str]:
     """The variables that make another process load these same values."""
-    return {_PREFIX + item.name.upper(): _text(getattr(config, item.name)) for item in fields(config) if item.init}
-
-
-def default_run_dir(port: int) -> str:
-    """One folder a user and port, so that suites on other ports never meet: short, since a socket path may not
-    exceed 107 bytes."""
-    parent = os.environ.get("XDG_RUNTIME_DIR")
-    if not parent or not os.access(parent, os.W_OK):
-        parent = tempfile.gettempdir()
-    return str(Path(parent) / f"hedgerow-{os.getuid()}-{port}")
+    return {PREFIX + item.name.upper(): _text(getattr(config, item.name)) for item in fields(config) if item.init}
 
 
 def _default_cache_dir() -> str:
-    parent = os.environ.get("XDG_CACHE_HOME")
+    parent = environment.cache_folder()
     if parent:
         return str(Path(parent) / "hedgerow")
     try:
         return str(Path.home() / ".cache" / "hedgerow")
     except RuntimeError:  # a user without a home
         return str(Path(tempfile.gettempdir()) / f"hedgerow-cache-{os.getuid()}")
-
-
-def api_key_from_environment() -> str | None:
-    """The one key of HEDGEROW_API_KEY: never a flag, since flags show in the list of processes."""
-    return os.environ.get(_PREFIX + "API_KEY") or None
-
-
-def under_supervisord() -> bool:
-    """Whether supervisord started this process: it restarts us, and we are to die with it."""
-    return os.environ.get("SUPERVISOR_ENABLED") == "1"
-
-
-def process_name() -> str | None:
-    """What supervisord calls this process, which is its own among all of a suite; None without supervisord."""
-    return os.environ.get("SUPERVISOR_PROCESS_NAME") if under_supervisord() else None
-
-
-def visible_cuda_devices() -> list[str] | None:
-    """The devices that CUDA_VISIBLE_DEVICES allows; None where it is not set."""
-    text = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if text is None else [device for device in text.split(",") if device.strip()]
-
-
-def bound_tokenizer_threads(num_threads: int) -> None:
-    """Have the tokenizers library use so many threads for the texts of a list; before its first call.
-
-    By itself it takes one a core, in each gateway: of eight on 16 cores each list had all cores, and queries waited for
-    one (2026-11-30).
-    """
-    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
-    if num_threads == 1:  # else each call would wait until that one is awake
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def usable_cpus() -> int:
-    """How many CPUs' time this process may use; a container with a quota still sees all of them."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        allowed = max(1, int(quota) // int(period))
-    except (OSError, ValueError):  # no such file (version 1), or the quota is "max"
-        allowed = sys.maxsize
-    return min(len(os.sched_getaffinity(0)), allowed)
-
-
-def path_with(folder: str) -> str:
-    """PATH with a folder in front."""
-    return os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
 
 
 def describe(config: ProcessConfig) -> str:
@@ -347,7 +290,7 @@ def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], hint: object) -
 
 
 def _parse(item: Field[Any], hint: object, text: str) -> object:
-    name = _PREFIX + item.name.upper()
+    name = PREFIX + item.name.upper()
     if hint is bool:
         lowered = text.lower()
         if lowered not in {"1", "true", "yes", "on", "0", "false", "no", "off"}:
@@ -372,10 +315,13 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _at_least(config: ProcessConfig, minimum: int, *names: str) -> None:
-    for name in sorted(names):
-        if getattr(config, name) < minimum:
-            raise ValueError(f"--{name.replace('_', '-')} needs at least {minimum}")
+def _check(item: Field[Any], value: object) -> None:
+    """Raises ValueError: a number is too small, or a text neither a number nor auto."""
+    flag = "--" + item.name.replace("_", "-")
+    if type(value) is int and value < item.metadata["minimum"]:
+        raise ValueError(f"{flag} needs at least {item.metadata['minimum']}")
+    if item.metadata["number_or_auto"] and not _is_number_or_auto(str(value)):
+        raise ValueError(f"{flag} needs a positive number or auto, not {value!r}")
 
 
 def _check_origins(text: str) -> None:
@@ -388,6 +334,5 @@ def _check_origins(text: str) -> None:
         )
 
 
-def _number_or_auto(name: str, text: str) -> None:
-    if text != "auto" and not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ValueError(f"--{name.replace('_', '-')} needs a positive number or auto, not {text!r}")
+def _is_number_or_auto(text: str) -> bool:
+    return text == "auto" or (text.isascii() and text.isdecimal() and int(text) > 0)

@@ -34,11 +34,31 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-# Exit statuses. argparse ends with the second one by itself.
-EX_FAILURE = 1
-EX_USAGE = 2
-EX_BUSY = 75  # EX_TEMPFAIL: somebody else has this place now
-EX_CONFIG = 78  # another try is in vain
+# The exit statuses of our processes, beside 0.
+EX_FAILURE = 1  # it cannot start, or has failed
+EX_USAGE = 2  # argparse's own, for a wrong flag
+EX_STUCK = 70  # a worker's step does not end; only a new process can use the device again
+EX_DEVICE_LOST = 71  # a worker's device answers nothing but errors; likewise
+EX_BUSY = 75  # EX_TEMPFAIL: another process has this place now; a later try may succeed
+EX_CONFIG = 78  # the model or the configuration is wrong; another try is in vain
+
+
+class StartRefused(Exception):
+    """A process or a suite cannot start; the text says what to change."""
+
+    exit_status: ClassVar[int] = EX_FAILURE
+
+
+class AddressInUse(StartRefused):
+    """Another process has this place in the run folder."""
+
+    exit_status = EX_BUSY
+
+
+class ConfigurationRefused(StartRefused):
+    """The model's folder declares what is not served, or the file of keys cannot be used."""
+
+    exit_status = EX_CONFIG
 
 
 class ProtocolError(Exception):

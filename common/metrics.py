@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.deploy.plan import model_run_dir
+from common import environment
+from common.errors import StartRefused
+from common.run_dir import RunDir
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram, Metric
@@ -55,7 +57,7 @@ _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _FILE_BYTES = {"counter": 128 * 1024, "gauge_livemostrecent": 16 * 1024, "histogram": 128 * 1024}
 
 
-class NoRoom(Exception):
+class NoRoom(StartRefused):
     """A process cannot keep its metrics."""
 
 
@@ -158,7 +160,7 @@ def open_metrics(run_dir: str) -> Metrics:
     Raises:
         NoRoom: the disk has none for them.
     """
-    folder = _folder(run_dir)
+    folder = RunDir(run_dir).metrics
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for kind, num_bytes in _FILE_BYTES.items():
@@ -166,7 +168,7 @@ def open_metrics(run_dir: str) -> Metrics:
     except OSError as error:
         raise NoRoom(f"--run-dir {run_dir} has no room for metrics: {error.strerror}; make some") from None
     # Read by prometheus_client when it is first imported: hence the imports inside functions.
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    environment.update({"PROMETHEUS_MULTIPROC_DIR": str(folder)})
     return Metrics()
 
 
@@ -183,16 +185,18 @@ def render(run_dir: str, models: Sequence[str] = ()) -> bytes:
     """The text exposition of every process's metrics together, of several models with those of each."""
     from prometheus_client import CollectorRegistry, generate_latest
 
-    families = {family.name: family for family in _families(_folder(run_dir))}
-    if models:
-        families = {name: found for name, found in families.items() if name in _OF_GATEWAYS | _OF_BOTH}
-    for model in models:
-        for family in _families(_folder(model_run_dir(run_dir, model))):
-            if family.name in _OF_GATEWAYS:
+    suite = RunDir(run_dir)
+    labels = {folder: {} if name is None else {"model": name} for name, folder in suite.model_dirs(models).items()}
+    families: dict[str, Metric] = {}
+    for folder in dict.fromkeys((suite, *labels)):  # of one model without a name it is the same
+        for family in _families(folder.metrics):
+            is_gateways = folder == suite and family.name in _OF_GATEWAYS | _OF_BOTH
+            is_models = folder in labels and family.name not in _OF_GATEWAYS
+            if not is_gateways and not is_models:
                 continue
-            labelled = [sample._replace(labels=sample.labels | {"model": model}) for sample in family.samples]
+            samples = [sample._replace(labels=sample.labels | labels.get(folder, {})) for sample in family.samples]
             family.samples = []
-            families.setdefault(family.name, family).samples += labelled
+            families.setdefault(family.name, family).samples += samples
     registry = CollectorRegistry()
     registry.register(_Collected(families.values()))
     return generate_latest(registry)
@@ -264,9 +268,5 @@ def _used_bytes(path: Path) -> int:
 
 def clear(run_dir: str) -> None:
     """Start counting from nothing: called once before a suite starts."""
-    for path in _folder(run_dir).glob("*.db"):
+    for path in RunDir(run_dir).metrics.glob("*.db"):
         path.unlink(missing_ok=True)
-
-
-def _folder(run_dir: str) -> Path:
-    return Path(run_dir) / "metrics"

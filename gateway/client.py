@@ -38,6 +38,7 @@ from common.errors import (
 )
 from common.log import RateLimitedLog
 from common.metrics import Metrics
+from common.run_dir import RunDir
 from common.wire.codec import Message
 from common.wire.messages import (
     LANES,
@@ -62,7 +63,7 @@ from common.wire.messages import (
 )
 from common.wire.packing import MAX_REQUESTS, Replies, Requests
 from common.wire.rows import ENCODINGS, row_bytes, sparse_bytes
-from common.wire.transport import Dealer, address, now_ns
+from common.wire.transport import Dealer, now_ns
 from gateway.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
@@ -587,7 +588,7 @@ class SchedulerClient:
         self._metrics = metrics
         self._bad_messages = RateLimitedLog(logger)  # what comes that is no message
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = Dealer(self._context, address(run_dir, "gateways"), "g")
+        self._dealer = Dealer(self._context, RunDir(run_dir).address("gateways"), "g")
         self._ledger = Ledger(name, self._dealer.send, metrics, now_ns(), model=model)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_handle: asyncio.TimerHandle | None = None

@@ -79,7 +79,7 @@ SLOW_TO_IMPORT = {"torch", "transformers", "safetensors", "huggingface_hub", "su
     [
         ("gateway.process", set()),
         ("scheduler.server", {"aiohttp", "tokenizers", "uvloop"}),
-        ("worker.process.server, common.deploy.launch", {"aiohttp", "tokenizers", "uvloop"}),
+        ("worker.process.server, common.deploy.process", {"aiohttp", "tokenizers", "uvloop"}),
     ],
 )
 def test_what_is_slow_to_import_is_not_in_the_way_of_a_start(modules: str, others: set[str]) -> None:
@@ -125,19 +125,11 @@ def test_no_duration_is_measured_by_a_clock_that_somebody_may_set(module: Path, 
     assert imported <= {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns"}
 
 
-def test_only_config_reads_the_environment(module: Path, tree: ast.Module) -> None:
-    if module.as_posix() in {"common/config.py", "common/metrics.py", "common/deploy/launch.py"}:
-        return  # metrics and launch only write it, for prometheus_client and supervisord: checked below
+def test_one_module_alone_reads_and_writes_the_environment(module: Path, tree: ast.Module) -> None:
+    if module.as_posix() == "common/environment.py":
+        return
     for node in ast.walk(tree):
-        assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}), module
-
-
-def test_metrics_and_launch_write_the_environment_and_do_not_read_it() -> None:
-    for path in ("common/metrics.py", "common/deploy/launch.py"):
-        lines = [line.strip() for line in (ROOT / path).read_text().splitlines() if "environ" in line and "os." in line]
-        assert all(
-            line.startswith(("os.environ.update(", 'os.environ["PROMETHEUS_MULTIPROC_DIR"] =')) for line in lines
-        )
+        assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}), module
 
 
 def test_every_module_says_what_it_is_for(tree: ast.Module) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
-from common.config import usable_cpus
+from common.hardware import usable_cpus
 from tests.browser import Browser
 from tests.suite import ROOT, Suite, free_port
 from tests.timing import assert_in_time
@@ -493,7 +493,7 @@ def test_supervisord_alone_serves_the_defaults() -> None:
 
 
 def run_serve(*flags: str) -> subprocess.CompletedProcess[str]:
-    start = "import sys; from common.deploy.launch import main; sys.exit(main())"
+    start = "import sys; from common.deploy.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "serve", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=ROOT)
 

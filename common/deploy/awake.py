@@ -28,66 +28,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from common.config import ProcessConfig, usable_cpus
+from common.config import ProcessConfig
+from common.deploy.process import run_process
 from common.errors import EX_CONFIG, EX_FAILURE
+from common.hardware import check_keep_awake
 
 logger = logging.getLogger(__name__)
 
-# What runs, in a session of its own: a process that starts one for each core. All of them end with the one that started
-# them (PR_SET_PDEATHSIG), which may have ended before the kernel was told.
-_SPIN = """
-import ctypes, os, signal, sys, time
-
-libc = ctypes.CDLL(None)
-
-def end_with(parent):
-    libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-parent, *cores = map(int, sys.argv[1:])
-end_with(parent)
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-for _ in range(50):
-    try:
-        with open("/proc/self/autogroup", "w") as group:
-            group.write("19")
-    except BlockingIOError:
-        time.sleep(0.1)  # the kernel lets users change one in so long
-        continue
-    except OSError:
-        pass  # there are no such groups here
-    break
-own = os.getpid()
-for core in cores:
-    if os.fork() == 0:
-        end_with(own)
-        os.sched_setaffinity(0, {core})
-        libc.prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: it sleeps to the microsecond
-        while True:
-            until = time.perf_counter() + 10e-6
-            while time.perf_counter() < until:
-                pass
-            time.sleep(60e-6)
-os.write(1, b".")
-signal.pause()
-"""
-
-
-def check_cores() -> None:
-    """Raises ValueError: what keeps cores awake would take the time of those that work."""
-    if usable_cpus() < len(os.sched_getaffinity(0)):
-        raise ValueError(
-            "--keep-awake takes a fifth of each core that this container sees, of which it may not use all the time "
-            "(cpu.max): leave it out, or give the container cores of its own (cpuset)"
-        )
+_SPIN = Path(__file__).with_name("spin.py")
 
 
 def main(_config: ProcessConfig, on_ready: Callable[[], None]) -> int:
     """Keep every core awake that this process may use, until SIGTERM or SIGINT; the exit status."""
     try:
-        check_cores()
+        check_keep_awake()
     except ValueError as error:  # not by `hedgerow serve`, which has looked
         logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
         return EX_CONFIG
@@ -96,7 +52,7 @@ def main(_config: ProcessConfig, on_ready: Callable[[], None]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.eventfd_write(end_fd, 1))
     cores = sorted(os.sched_getaffinity(0))
-    command = [sys.executable, "-I", "-S", "-c", _SPIN, str(os.getpid()), *map(str, cores)]
+    command = [sys.executable, "-I", "-S", str(_SPIN), str(os.getpid()), *map(str, cores)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as spinning:
         assert spinning.stdout is not None, "a pipe was asked for"
         if not spinning.stdout.read(1):
@@ -107,3 +63,7 @@ def main(_config: ProcessConfig, on_ready: Callable[[], None]) -> int:
         os.read(end_fd, 8)
         spinning.kill()
     return 0
+
+
+if __name__ == "__main__":
+    run_process("awake", ProcessConfig, main)

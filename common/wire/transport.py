@@ -9,10 +9,8 @@ Each socket is owned by the loop that polls it, and closed by that owner.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import stat
 import time
 from pathlib import Path
 
@@ -31,57 +29,6 @@ class PeerGone(Exception):
 
 class PeerStuck(Exception):
     """The peer does not read: its pipe is full."""
-
-
-class AddressInUse(Exception):
-    """Another scheduler serves this run folder."""
-
-
-def address(run_dir: str, side: str) -> str:
-    """The endpoint of one side ("gateways" or "workers") of the scheduler of a run folder."""
-    path = Path(run_dir).resolve() / f"{side}.sock"
-    if len(str(path)) > 107:
-        raise ValueError(f"--run-dir {run_dir} is too long: a socket path may have 107 bytes; use a shorter one")
-    return f"ipc://{path}"
-
-
-def prepare_run_dir(run_dir: str) -> None:
-    """Make the run folder, for this user alone.
-
-    Raises:
-        PermissionError: it belongs to somebody else, whose files could be swapped under us, or is everybody's.
-        OSError: it cannot be made.
-    """
-    path = Path(run_dir)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise type(error)(f"--run-dir {run_dir} cannot be made: {error.strerror}; choose another folder") from None
-    status = path.stat()
-    if status.st_uid != os.getuid():
-        raise PermissionError(f"--run-dir {run_dir} belongs to another user; choose a folder of your own")
-    if stat.S_IMODE(status.st_mode) & 0o002:
-        raise PermissionError(f"--run-dir {run_dir} is writable by everybody; choose a folder of your own")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        path.chmod(0o700)
-
-
-class Lock:
-    """An flock on a file of the run folder, held while this process lives: one process a role and slot.
-
-    Needed since a second process that binds the same ipc path takes it over silently, without an error on either side.
-    """
-
-    def __init__(self, run_dir: str, name: str) -> None:
-        self._file = os.open(Path(run_dir) / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._file)
-            raise AddressInUse(f"another {name} runs in {run_dir}; stop it, or use another --run-dir") from None
-
-    def close(self) -> None:
-        os.close(self._file)
 
 
 class Router:

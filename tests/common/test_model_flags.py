@@ -6,18 +6,25 @@ import re
 
 import pytest
 
+from common import model_flags
 from common.config import TASKS, GatewayConfig, ServeConfig, load
-from common.deploy import plan
 
 
 def test_models_are_named_in_their_order() -> None:
-    models = plan.parse_models(["emb=BAAI/bge-small-en-v1.5", "rank.2=./models/a=b"])
+    models = model_flags.parse_models(["emb=BAAI/bge-small-en-v1.5", "rank.2=./models/a=b"])
     assert list(models.items()) == [("emb", "BAAI/bge-small-en-v1.5"), ("rank.2", "./models/a=b")]
 
 
 def test_a_model_without_a_name_is_one_and_its_path_may_hold_anything() -> None:
     config = load(ServeConfig, ["./models/a=b", "--port", "9001"], {})
     assert (config.model, config.models, config.gpus) == ("./models/a=b", (), ())
+
+
+def test_one_model_is_a_list_of_one() -> None:
+    alone = load(ServeConfig, ["x", "--task", "score"], {}).planned_models()
+    named = load(ServeConfig, ["A=x", "--task", "A:score", "--gpus", "A:0"], {}).planned_models()
+    assert alone == [model_flags.PlannedModel(None, "x", "score", None)]
+    assert named == [model_flags.PlannedModel("A", "x", "score", (0,))]
 
 
 def test_several_models_come_by_flags_or_by_variables() -> None:
@@ -42,15 +49,23 @@ def test_a_gateway_is_told_names_alone() -> None:
 )
 def test_a_task_is_all_models_or_one_of_thems(flags: list[str], tasks: dict[str, str]) -> None:
     config = load(ServeConfig, ["A=x", "B=y", *flags], {})
-    assert plan.parse_tasks(config.task, ["A", "B"], TASKS) == tasks
+    assert model_flags.parse_tasks(config.task, ["A", "B"], TASKS) == tasks
 
 
 def test_gpus_are_numbers_and_ranges() -> None:
-    assert plan.parse_gpus(["A:0-1", "B:2,4-6,3"], ["A", "B"]) == {"A": [0, 1], "B": [2, 4, 5, 6, 3]}
+    assert model_flags.parse_gpus(["A:0-1", "B:2,4-6,3"], ["A", "B"]) == {"A": [0, 1], "B": [2, 4, 5, 6, 3]}
+
+
+def planned(gpus: tuple[int, ...] | None) -> model_flags.PlannedModel:
+    return model_flags.PlannedModel("B", "x", "auto", gpus)
 
 
 def test_a_gpus_number_is_its_place_among_those_that_are_visible() -> None:
-    assert plan.devices_of({"A": [0, 2], "B": [1]}, ["4", "GPU-6f", "7"]) == {"A": ["4", "7"], "B": ["GPU-6f"]}
+    assert [model_flags.devices_of(planned(gpus), ["4", "GPU-6f", "7"]) for gpus in ((0, 2), (1,), None)] == [
+        ["4", "7"],
+        ["GPU-6f"],
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +73,7 @@ def test_a_gpus_number_is_its_place_among_those_that_are_visible() -> None:
 )
 def test_a_gpu_that_is_not_there_is_refused(visible: list[str], there: str) -> None:
     with pytest.raises(ValueError, match=f"--gpus B:2: there is no such GPU.*{there}"):
-        plan.devices_of({"B": [2]}, visible)
+        model_flags.devices_of(planned((2,)), visible)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a suite of several models is made of: from the words of `hedgerow serve` to models, workers and devices. No I/O.
+"""What a suite's models are: from the words of `hedgerow serve` to models, tasks and devices. No I/O.
 
     hedgerow serve A=modelA B=modelB --gpus A:0-1 B:2
 
@@ -7,19 +7,51 @@ models is as many suites of one: nothing that befalls a model (a death, a full q
 to another. The gateways alone know of all. Rejected: one scheduler for all, which would have to keep apart what is
 apart by itself, and whose death would be everybody's; two models on one GPU, whose steps would take turns that neither
 scheduler can foresee, so that what each has learned of its own steps would be wrong.
+
+One model is a list of one. It differs from the others in this alone: it may have no name here, and then the whole run
+folder is its (`PlannedModel.name`).
+
+At the top of `common`, since `config.py` refuses flags by it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from common.run_dir import is_reserved
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _GPUS = re.compile(r".+:\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 
-# What a run folder has besides the folders of models.
-_TAKEN = re.compile(r"metrics|budgets|connections|.*\.(conf|lock|pid|sock|starts)")
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """One model of a suite, as the flags name it."""
+
+    name: str | None  # what clients call it; None: it is the only one, and called as its files or another flag say
+    reference: str  # a folder, a hub id or a packaged name
+    task: str
+    gpus: tuple[int, ...] | None  # numbers among those that are visible; None: no flag says
+
+
+def plan_models(
+    texts: Sequence[str], only: str, *, task: str, gpus: Sequence[str], tasks: Sequence[str]
+) -> list[PlannedModel]:
+    """The models of a suite in their order: those of `texts`, each a NAME=MODEL, or without any `only` that one.
+
+    Raises:
+        ValueError: a text cannot be read, or they do not fit each other.
+    """
+    named = parse_models(texts)
+    models: list[tuple[str | None, str]] = [*named.items()] or [(None, only)]
+    task_of = parse_tasks(task, [name or reference for name, reference in models], tasks)
+    gpus_of = {name: tuple(numbers) for name, numbers in parse_gpus(gpus, named).items()}
+    return [
+        PlannedModel(name, reference, task_of[name or reference], gpus_of.get(name) if name else None)
+        for name, reference in models
+    ]
 
 
 def is_named(text: str) -> bool:
@@ -49,7 +81,7 @@ def check_name(name: str) -> None:
     """Raises ValueError where a model cannot be called so."""
     if _NAME.fullmatch(name) is None:
         raise ValueError(f"a model cannot be called {name!r}: letters, digits, '.', '_' and '-', the first no sign")
-    if _TAKEN.fullmatch(name) is not None:
+    if is_reserved(name):
         raise ValueError(
             f"a model cannot be called {name}: the run folder, where it has its own, uses such names itself"
         )
@@ -105,25 +137,23 @@ def parse_gpus(texts: Sequence[str], names: Collection[str]) -> dict[str, list[i
     return gpus
 
 
-def devices_of(gpus: Mapping[str, Sequence[int]], visible: Sequence[str]) -> dict[str, list[str]]:
-    """What CUDA_VISIBLE_DEVICES is for each model's workers; a GPU's number is its place among those that are visible.
+def devices_of(model: PlannedModel, visible: Sequence[str]) -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES is for a model's workers; None where no flag says which GPUs are its.
+
+    A GPU's number is its place among those that are visible.
 
     Raises:
         ValueError: there is no such GPU.
     """
-    for name, numbers in gpus.items():
-        for number in numbers:
-            if number >= len(visible):
-                there = f"are {len(visible)}, from 0" if len(visible) > 1 else "is one, 0" if visible else "is none"
-                raise ValueError(
-                    f"--gpus {name}:{number}: there is no such GPU; of those that may be used there {there}"
-                )
-    return {name: [visible[number] for number in numbers] for name, numbers in gpus.items()}
-
-
-def model_run_dir(run_dir: str, name: str) -> str:
-    """Where the sockets, locks and counts of one of several models are."""
-    return str(Path(run_dir) / name)
+    if model.gpus is None:
+        return None
+    for number in model.gpus:
+        if number >= len(visible):
+            there = f"are {len(visible)}, from 0" if len(visible) > 1 else "is one, 0" if visible else "is none"
+            raise ValueError(
+                f"--gpus {model.name}:{number}: there is no such GPU; of those that may be used there {there}"
+            )
+    return [visible[number] for number in model.gpus]
 
 
 def _span(text: str, whole: str) -> range:
