@@ -36,12 +36,12 @@ from common.errors import (
     Unavailable,
     from_wire,
 )
+from common.lanes import LANES
 from common.log import RateLimitedLog
 from common.metrics import Metrics
 from common.run_dir import RunDir
 from common.wire.codec import Message
 from common.wire.messages import (
-    LANES,
     NO_NUMBERS,
     NO_SPANS,
     NO_TIMES,

@@ -51,9 +51,10 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import EX_BUSY, EX_STUCK, DeadlineExceeded, ServiceError
+from common.lanes import LANES
 from common.metrics import Metrics
 from common.wire.codec import Message, decode, encode
-from common.wire.messages import LANES, Batch, BatchFailed, Goodbye, Hello, Join, Refuse, Result, cu_seqlens
+from common.wire.messages import Batch, BatchFailed, Goodbye, Hello, Join, Refuse, Result, cu_seqlens
 from common.wire.rows import ENCODINGS
 from gateway.client import Ledger, OpenRequest, Options
 from scheduler.batching import MAX_LOSSES, Part

@@ -29,6 +29,7 @@ from typing import Annotated, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from common.lanes import LANES
 from common.wire.rows import ENCODINGS, FLOAT32, MAX_FRAME_BYTES, MAX_ROWS, SPARSE, row_bytes
 
 PROTOCOL_VERSION = 6
@@ -51,9 +52,6 @@ MAX_LABELS_BYTES = 32 * 1024
 
 # `ModelFacts.pair_template` of a model whose pairs are as its own tokenizer writes them.
 OWN_PAIRS = "pair"
-
-# What waits in a lane comes after all that waits in the lanes before it, but for its share (scheduler/batching.py).
-LANES = ("online", "score", "backfill")
 
 # Shared, so read-only, as are all arrays that came from bytes.
 NO_NUMBERS: Int32Vector = np.frombuffer(b"", dtype="<i4")

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from common.lanes import LANES
 from common.wire.messages import (
-    LANES,
     MAX_INT32,
     NO_NUMBERS,
     NO_SPANS,
