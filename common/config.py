@@ -1,9 +1,8 @@
 """The configuration of each process: one frozen dataclass, its flags derived from its fields.
 
-A field `port` is the flag `--port` and the variable `HEDGEROW_PORT`; a flag wins over the environment, the
-environment over the default. A unit is part of a name
-(`_s`, `_ms`, `_bytes`, `_tokens`). What a process can learn from a peer is not configured: a gateway hears about the
-model from the scheduler, the scheduler from its workers.
+A field `port` is the flag `--port` and the variable `HEDGEROW_PORT`. A flag wins over the environment, the environment
+over the default. A unit is part of a name (`_s`, `_ms`, `_bytes`, `_tokens`). A process is not configured with what it
+can learn from a peer: a gateway hears about the model from the scheduler, the scheduler from its workers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _option(
     minimum: int = 1,
     number_or_auto: bool = False,
 ) -> Any:  # noqa: ANN401 as dataclasses.field
-    """A field with what its flag says and takes. `minimum` is for whole numbers."""
+    """A field, with the help text and the bounds of its flag. `minimum` applies to whole numbers only."""
     metadata = {"help": help_text, "choices": choices, "minimum": minimum, "number_or_auto": number_or_auto}
     return field(default=default, metadata=metadata)
 
@@ -43,22 +42,24 @@ def _option(
 def _task_option() -> Any:  # noqa: ANN401  # a field of a dataclass
     return _option(
         "auto",
-        "what the model is for; score: a Qwen3-Reranker or a bge-reranker-v2-gemma, whose files do not say that it "
-        "scores; sparse: a masked language model, whose files do not say that it is a SPLADE",
+        "what the model is for. Needed where its files do not say: score for a Qwen3-Reranker or a "
+        "bge-reranker-v2-gemma, sparse for a SPLADE that is declared as a masked language model",
         choices=TASKS,
     )
 
 
 @dataclass(frozen=True)  # without slots, since ServeConfig has several of these as bases
 class ProcessConfig:
-    """What every process needs."""
+    """The flags of every process."""
 
-    run_dir: str = _option("", "folder of this suite's sockets, locks and logs; default: one a user and port")
-    port: int = _option(8080, "TCP port of the HTTP endpoint; also names the default run folder", minimum=0)
-    slot: int = _option(0, "which of its kind this process is, from 0", minimum=0)
-    log_level: str = _option("info", "how much is logged", choices=("debug", "info", "warning", "error"))
-    log_dir: str = _option("", "folder of rotating log files; default: standard error")
-    drain_timeout_s: int = _option(20, "how long a stopping process waits for what it has accepted")
+    run_dir: str = _option(
+        "", "folder for the sockets, locks and counts of this suite; default: one for each user and port"
+    )
+    port: int = _option(8080, "TCP port of the HTTP endpoint; part of the default run folder's name", minimum=0)
+    slot: int = _option(0, "number of this process among those of its role, from 0", minimum=0)
+    log_level: str = _option("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
+    log_dir: str = _option("", "folder for rotating log files; default: log to standard error")
+    drain_timeout_s: int = _option(20, "seconds that a stopping process has for the work that it has accepted")
 
     def __post_init__(self) -> None:
         if not self.run_dir:
@@ -72,58 +73,78 @@ class ProcessConfig:
 @dataclass(frozen=True)
 class GatewayConfig(ProcessConfig):
     host: str = _option("127.0.0.1", "address of the HTTP endpoint")
-    max_body_bytes: int = _option(16 * 1024 * 1024, "largest request body; larger ones are 413")
+    max_body_bytes: int = _option(16 * 1024 * 1024, "largest request body; a larger one is answered with 413")
     max_held_bytes: int = _option(
-        1024**3, "bytes of bodies, token ids and rows that one gateway holds at once; what would make more is 429"
+        1024**3,
+        "most bytes of bodies, token ids and rows that one gateway holds at once; a request beyond that is answered "
+        "with 429",
     )
     max_inputs: int = _option(2048, "most inputs in one request")
     max_request_tokens: int = _option(1_000_000, "most tokens in one request")
-    max_concurrent_requests: int = _option(4096, "requests one gateway holds at once; more are 429")
-    max_connections: int = _option(4096, "connections one gateway holds at once; more are refused with 503")
-    default_timeout_s: int = _option(60, "a request's deadline where the client names none")
-    max_timeout_s: int = _option(600, "longest deadline that a client may ask for; longer ones are cut to it")
-    header_timeout_s: int = _option(10, "time in which a request's header must have arrived")
-    body_timeout_s: int = _option(30, "time in which a request's body must have arrived")
-    min_body_bytes_per_s: int = _option(8192, "pace of a body below which, over 5 s, a request is 408")
-    write_timeout_s: int = _option(30, "time in which a client must have read more of an answer, until it has all")
-    keepalive_timeout_s: int = _option(75, "how long an idle connection stays open; pooled clients keep theirs 60 s")
-    tokenizer_threads: int = _option(2, "threads that tokenize")
-    auto_truncate: bool = _option(False, "cut over-long inputs where the client does not say")
-    api_keys_file: str = _option("", "file of the keys that clients need, one a line; mode 0600")
-    cors_origins: str = _option("", "origins of web pages that may read answers, with commas between them; or *")
+    max_concurrent_requests: int = _option(
+        4096, "most requests that one gateway holds at once; more are answered with 429"
+    )
+    max_connections: int = _option(4096, "most connections that one gateway holds at once; more are answered with 503")
+    default_timeout_s: int = _option(60, "deadline of a request, in seconds, if the client sends none")
+    max_timeout_s: int = _option(
+        600, "longest deadline that a client may ask for, in seconds; a longer one is shortened to it"
+    )
+    header_timeout_s: int = _option(10, "seconds within which the header of a request must arrive")
+    body_timeout_s: int = _option(30, "seconds within which the body of a request must arrive")
+    min_body_bytes_per_s: int = _option(8192, "slowest pace of a body, over 5 s; a slower one is answered with 408")
+    write_timeout_s: int = _option(30, "seconds within which a client must read some more of its answer")
+    keepalive_timeout_s: int = _option(
+        75, "seconds that an idle connection stays open; client pools usually close theirs after 60"
+    )
+    tokenizer_threads: int = _option(2, "threads of one gateway that tokenize")
+    auto_truncate: bool = _option(False, "truncate inputs that are too long, unless the client says otherwise")
+    api_keys_file: str = _option("", "file with the keys that clients need, one a line; its mode must be 0600")
+    cors_origins: str = _option("", "origins of the web pages that may read answers, separated by commas; or *")
     models: tuple[str, ...] = _option(
-        (), "names of the models, each with a scheduler in its part of the run folder; default: one model, in all of it"
+        (), "names of the models, each with a folder of its own in the run folder; default: one model, without a name"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_held_bytes < self.max_body_bytes:
-            raise ValueError("--max-held-bytes needs at least as many as --max-body-bytes, or these are never read")
+            raise ValueError(
+                "--max-held-bytes is less than --max-body-bytes, so the largest bodies could never be read; raise it"
+            )
         _check_origins(self.cors_origins)
 
 
 @dataclass(frozen=True)
 class SchedulerConfig(ProcessConfig):
-    workers: int = _option(1, "workers this suite is meant to have; /ready tells how many of them are ready")
-    max_queue_ms: int = _option(10_000, "predicted wait above which new requests are refused with 429")
+    workers: int = _option(1, "workers that this model is meant to have; /ready says how many are ready")
+    max_queue_ms: int = _option(
+        10_000, "longest predicted wait in the queue; a new request beyond that is answered with 429"
+    )
     latency_target_ms: int = _option(
         0,
-        "how long a step may take: where it would take longer, fewer tokens run at once; 0: as --max-batch-tokens says",
+        "longest duration of a step; it gets fewer tokens if it would take longer; 0: only --max-batch-tokens counts",
         minimum=0,
     )
 
 
 @dataclass(frozen=True)
 class WorkerConfig(ProcessConfig):
-    model: str = _option(DEFAULT_MODEL, "a folder, a hub id, or a model that an installed package carries")
-    served_model_name: str = _option("", "the name that clients use; default: taken from the model")
+    model: str = _option(DEFAULT_MODEL, "a folder, a hub id, or the name of a model in an installed package")
+    served_model_name: str = _option("", "name that clients use; default: the name of the model")
     task: str = _task_option()
-    device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    dtype: str = _option("auto", "what it computes in", choices=("auto", "float32", "bfloat16", "float16"))
-    max_batch_tokens: str = _option("auto", "tokens one step should not exceed: a number, or auto", number_or_auto=True)
+    device: str = _option(
+        "auto", "device that the model runs on; auto: a GPU if there is one", choices=("auto", "cpu", "cuda")
+    )
+    dtype: str = _option(
+        "auto",
+        "data type that the model computes in; auto: by model and device",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_batch_tokens: str = _option(
+        "auto", "most tokens of one step, unless a single sequence is longer: a number, or auto", number_or_auto=True
+    )
     attention: str = _option(
         "auto",
-        "attention backend; auto: the fastest on this device, as measured",
+        "attention backend; auto: the fastest on this device, as measured there",
         choices=(
             "auto",
             "triton",
@@ -137,13 +158,15 @@ class WorkerConfig(ProcessConfig):
     )
     graphs: str = _option(
         "lazy",
-        "CUDA graphs: captured as they are needed, all before the worker is ready, or never",
+        "when CUDA graphs are captured: as needed, all before the worker is ready, or never",
         choices=("lazy", "eager-start", "off"),
     )
-    max_graph_bytes: int = _option(4 * 1024**3, "device memory that captured graphs may take")
-    cache_dir: str = _option("", "folder of what was measured and compiled; default: hedgerow in the user's cache")
+    max_graph_bytes: int = _option(4 * 1024**3, "most device memory that captured graphs may take")
+    cache_dir: str = _option(
+        "", "folder for measurements and compiled kernels; default: hedgerow in the user's cache folder"
+    )
     threads: str = _option("auto", "CPU threads of one worker: a number, or auto", number_or_auto=True)
-    workers: int = _option(1, "workers on this host, which share its CPU cores")
+    workers: int = _option(1, "workers on this host; they share its CPU cores")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,27 +176,28 @@ class WorkerConfig(ProcessConfig):
 
 @dataclass(frozen=True)
 class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
-    """`hedgerow serve`: every flag of every process, and how many of each there are."""
+    """`hedgerow serve`: the flags of every process, and how many processes of each role there are."""
 
     gateways: int = _option(
-        2, "gateway processes, which share the port; with one, a planned restart refuses connections"
+        2, "gateway processes, which share the port; with a single one, its planned restart refuses connections"
     )
     workers: str = _option(  # type: ignore[assignment]  # resolved to a number before any process loads it
         "auto",
-        "workers of each model: a number, or auto (one a GPU; on a CPU one a core, fewer where the model is large)",
+        "workers of each model: a number, or auto (one for each GPU; on a CPU one for each core, fewer if the model is "
+        "large)",
         number_or_auto=True,
     )
     models: tuple[str, ...] = _option(  # reduced to its names before any process loads it
-        (), "several models, each as NAME=MODEL: what stands after `hedgerow serve`"
+        (), "several models, each as NAME=MODEL; the same as arguments after `hedgerow serve`"
     )
     task: str = _option(  # one of TASKS to each process
-        "auto", f"what the model is for: {', '.join(TASKS)}; of several models what single ones are for, as in B:score"
+        "auto", f"what the models are for: {', '.join(TASKS)}; or what a single one is for, as in B:score"
     )
     gpus: tuple[str, ...] = _option(
-        (), "the GPUs of each of several models, as in A:0-1 B:2; numbers are those of the GPUs that are visible"
+        (), "the GPUs of each model, as in A:0-1 B:2, counted among the visible GPUs from 0; models need names"
     )
     keep_awake: bool = _option(
-        False, "keep every core from sleeping: a query's answer comes a third sooner, for a fifth of each core"
+        False, "keep CPU cores awake: about a third lower single-query latency, at about 20 % of every core"
     )
 
     def __post_init__(self) -> None:
@@ -183,26 +207,30 @@ class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
             object.__setattr__(self, "models", ())
         self.planned_models()
         if self.models and self.served_model_name:
-            raise ValueError("--served-model-name is for one model; of several each is called as in NAME=MODEL")
+            raise ValueError(
+                "--served-model-name is for a model without a name; NAME=MODEL names one already, so leave the flag out"
+            )
         if self.gpus and self.device == "cpu":
             raise ValueError("--gpus and --device cpu exclude each other; leave one of them out")
         if self.gpus and self.workers != "auto":
-            raise ValueError("--gpus says how many workers there are, one a GPU; leave --workers out")
+            raise ValueError("--gpus sets the number of workers, one for each GPU; leave --workers out")
 
     def planned_models(self) -> list[PlannedModel]:
         """The models of the suite, one or several.
 
         Raises:
-            ValueError: the flags cannot be read; not once this object is there.
+            ValueError: the flags cannot be read. It is raised when this object is made, not later.
         """
         return plan_models(self.models, self.model, task=self.task, gpus=self.gpus, tasks=TASKS)
 
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """`hedgerow inspect`: which model, and in what form it is described."""
+    """`hedgerow inspect`: the model, and the form of its description."""
 
-    model: str = _option(DEFAULT_MODEL, "a folder, a hub id that is in the local cache, or a packaged model")
+    model: str = _option(
+        DEFAULT_MODEL, "a folder, a hub id that is in the local cache, or the name of a model in an installed package"
+    )
     task: str = _task_option()
     json: bool = _option(False, "print one JSON object instead of text")
 
@@ -212,15 +240,14 @@ _AnyConfig = TypeVar("_AnyConfig", bound=ProcessConfig | InspectConfig)
 
 
 def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> _AnyConfig:
-    """The configuration that flags, then environment, then defaults give.
+    """The configuration of a process: from flags, then from the environment, then from defaults.
 
     A wrong flag or value ends the process with a message that names it (argparse's exit status 2). `serve` also takes
-    models as positional arguments, `inspect` one.
+    models as positional arguments, and `inspect` takes one.
     """
     environ = environment.variables() if environ is None else environ
     parser = argparse.ArgumentParser(
         prog=f"hedgerow {config_class.__name__.removesuffix('Config').lower()}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     if config_class is ServeConfig:
@@ -245,7 +272,7 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
 
 
 def to_environment(config: ProcessConfig) -> dict[str, str]:
-    """The variables that make another process load these same values."""
+    """The variables from which another process loads the same values."""
     return {PREFIX + item.name.upper(): _text(getattr(config, item.name)) for item in fields(config) if item.init}
 
 
@@ -260,7 +287,7 @@ def _default_cache_dir() -> str:
 
 
 def describe(config: ProcessConfig) -> str:
-    """The whole configuration on one line, for the log at start."""
+    """The whole configuration on one line, for the log at the start."""
     return " ".join(f"{item.name}={_text(getattr(config, item.name))!r}" for item in fields(config))
 
 
@@ -316,7 +343,7 @@ def _text(value: object) -> str:
 
 
 def _check(item: Field[Any], value: object) -> None:
-    """Raises ValueError: a number is too small, or a text neither a number nor auto."""
+    """Raises ValueError: the value is a number below its minimum, or neither a number nor auto."""
     flag = "--" + item.name.replace("_", "-")
     if type(value) is int and value < item.metadata["minimum"]:
         raise ValueError(f"{flag} needs at least {item.metadata['minimum']}")
@@ -325,12 +352,12 @@ def _check(item: Field[Any], value: object) -> None:
 
 
 def _check_origins(text: str) -> None:
-    """A page's origin is compared as a browser writes it: what never matches is a mistake."""
+    """Raises ValueError: an origin is not written as browsers send it, so it would never match."""
     origins = [origin.strip() for origin in text.split(",") if origin.strip()]
     if origins != ["*"] and not all(map(_ORIGIN.fullmatch, origins)):
         raise ValueError(
-            "--cors-origins needs origins as browsers send them (https://app.example.org), with commas between them: "
-            "in small letters, without a path or a slash at the end; or * alone"
+            "--cors-origins needs origins as browsers send them (https://app.example.org), separated by commas: in "
+            "small letters, without a path, without a slash at the end; or * alone"
         )
 
 

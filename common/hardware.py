@@ -1,4 +1,4 @@
-"""The CPU time and the GPUs of this host that a process may use. Loads no torch, so that a start stays quick."""
+"""The CPU time and the GPUs that a process may use. It does not load torch, so that a start stays quick."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common import environment
 
 
 def usable_cpus() -> int:
-    """How many CPUs' time this process may use; a container with a quota still sees all of them."""
+    """How many CPUs' time this process may use. A container with a quota sees all CPUs, but may not use them all."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         allowed = max(1, int(quota) // int(period))
@@ -28,9 +28,9 @@ def visible_gpus() -> list[str]:
 
 
 def check_keep_awake() -> None:
-    """Raises ValueError: what keeps cores awake would take the time of those that work."""
+    """Raises ValueError: keeping cores awake would take time from the processes that work."""
     if usable_cpus() < len(os.sched_getaffinity(0)):
         raise ValueError(
-            "--keep-awake takes a fifth of each core that this container sees, of which it may not use all the time "
-            "(cpu.max): leave it out, or give the container cores of its own (cpuset)"
+            "--keep-awake would use a fifth of every core that this container sees, but its CPU quota (cpu.max) is "
+            "less than all of them: leave it out, or give the container its own cores (cpuset)"
         )

@@ -1,5 +1,7 @@
-"""The lanes that requests wait in. What waits in a lane comes after all that waits in the lanes before it, but for its
-share of the workers' time (`scheduler/batching.py`)."""
+"""The lanes that requests wait in, most urgent first.
+
+A lane runs when the lanes before it are empty. It also has a share of the workers' time (`scheduler/batching.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""A suite's run folder: every name in it, who may enter it, and the locks. No other file writes such a name.
+"""A suite's run folder: every name in it, who may enter it, and its locks. No other file spells such a name.
 
     gateways.sock, workers.sock   the two ends of the scheduler
-    PROCESS.lock                  locked while the process lives: one process a role and slot
-    PROCESS.starts                one byte for each start in a row that has failed
-    PROCESS.trace.json            the profile of a worker, where one was asked for
-    metrics/                      what the processes count
-    connections                   how many connections each gateway has
-    budgets/                      how many tokens each key has left
+    PROCESS.lock                  locked while the process lives: one process for each role and slot
+    PROCESS.starts                one byte for each failed start in a row
+    PROCESS.trace.json            the profile of a worker, if somebody asked for one
+    metrics/                      the counts of each process
+    connections                   the number of connections of each gateway
+    budgets/                      the tokens that each key has left
     supervisord.conf, supervisord.pid, supervisor.sock
-    MODEL/                        with named models: what belongs to one model's scheduler and workers
+    MODEL/                        for each named model: a folder with the above for its scheduler and workers
 
-At the top of `common`, since `metrics.py`, `config.py` and `deploy/` need it and it needs none of them.
+This file is at the top of `common`: `metrics.py`, `config.py` and `deploy/` need it, and it needs none of them.
 `supervisord.conf` at the top of the repository repeats three of the names; a test compares them.
 """
 
@@ -44,11 +44,11 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The run folder of a suite, or, within it, the folder of one of several models."""
+    """The run folder of a suite, or the folder of one named model within it."""
 
     path: str
 
-    # --- what is in it ---
+    # --- its content ---
 
     @property
     def metrics(self) -> Path:
@@ -98,21 +98,20 @@ class RunDir:
         return f"ipc://{path}"
 
     def lock(self, process: str) -> Lock:
-        """Take the place of a process.
+        """Take the lock of a process.
 
         Raises:
-            AddressInUse: another one has it.
+            AddressInUse: another process holds it.
             OSError: the folder cannot be written to.
         """
         return Lock(self, process)
 
     def model_dirs(self, names: Sequence[str]) -> dict[str | None, RunDir]:
-        """The folder of each model: one of its own within this one for each name. Without names there is one model,
-        which has no name here, and all of this folder is its."""
+        """The folder of each model: a subfolder for each name, or this whole folder for a single model without one."""
         return {name: self.model_dir(name) for name in names} or {None: self}
 
     def model_dir(self, name: str | None) -> RunDir:
-        """The folder of one model, as in `model_dirs`."""
+        """The folder of one model. A model without a name uses this whole folder."""
         return self if name is None else RunDir(str(self._at(name)))
 
     # --- the folder itself ---
@@ -121,7 +120,7 @@ class RunDir:
         """Make the folder, for this user alone.
 
         Raises:
-            PermissionError: it belongs to somebody else, whose files could be swapped under us, or is everybody's.
+            PermissionError: it belongs to another user, or everybody may write to it. Then others could swap our files.
             OSError: it cannot be made.
         """
         path = Path(self.path)
@@ -144,9 +143,9 @@ class RunDir:
 
 
 class Lock:
-    """An flock on a file of the run folder, held while this process lives: one process a role and slot.
+    """An flock on a file of the run folder, held while this process lives: one process for each role and slot.
 
-    Needed since a second process that binds the same ipc path takes it over silently, without an error on either side.
+    Without it, a second process that binds the same ipc path would take it over, without an error on either side.
     """
 
     def __init__(self, run_dir: RunDir, process: str) -> None:
@@ -163,12 +162,14 @@ class Lock:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a run folder has a name for itself, so that no model's folder within it may be called so."""
+    """Whether the run folder uses this name itself, so that no model may have it."""
     return name in {_METRICS, _BUDGETS, _CONNECTIONS} or name.endswith((_SOCKET, _LOCK, _STARTS, _CONF, _PID))
 
 
 def default_run_dir(port: int) -> str:
-    """One folder a user and port, so that suites on other ports never meet: short, since a socket's path may not exceed
-    107 bytes."""
+    """The folder of one user and port, so that suites on different ports never meet.
+
+    Its name is short, since the path of a socket may have 107 bytes only.
+    """
     parent = environment.runtime_folder() or tempfile.gettempdir()
     return str(Path(parent) / f"hedgerow-{os.getuid()}-{port}")

@@ -1,6 +1,6 @@
-"""The command `hedgerow`: one process of a suite, the whole suite, or a look at a model.
+"""The command `hedgerow`: a whole suite, one process of a suite, or a report on a model.
 
-A role is run by the name of its module (`python -m worker` is the same), so this module imports none of them.
+A role runs by the name of its module, as with `python -m worker`. So this module imports no role.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from common.model_location import ModelNotFound, find_model
 
 _USAGE = """usage: hedgerow COMMAND [flags]
 
-  serve [MODEL]   the whole suite on this host, under supervisord; of several models NAME=MODEL ...
-  inspect [MODEL] what is understood of a model's folder, and whether it can be served
-  gateway         one HTTP gateway
-  scheduler       the scheduler
-  worker          one worker
-  awake           what keeps cores from sleeping, of a suite with --keep-awake
+  serve [MODEL]   start a whole suite on this host, under supervisord; for several models NAME=MODEL ...
+  inspect [MODEL] report what Hedgerow reads in a model's folder, and whether it can serve it
+  gateway         start one HTTP gateway
+  scheduler       start the scheduler
+  worker          start one worker
+  awake           keep CPU cores awake, as a suite with --keep-awake does
 
-hedgerow COMMAND --help lists the flags; each is also a HEDGEROW_ variable."""
+hedgerow COMMAND --help lists the flags. Each flag is also a HEDGEROW_ variable."""
 
 _ROLES = {"gateway": "gateway", "scheduler": "scheduler", "worker": "worker", "awake": "common.deploy.awake"}
 
 
 def main() -> int:
-    """The console script. Exit statuses: 0 stopped, 1 cannot start, 2 wrong flags, 75 the place is taken, 78 bad
-    model or configuration."""
+    """The console script. Its exit statuses are those of common/errors.py."""
     command, *flags = sys.argv[1:] or ["--help"]
     if command == "serve":
         return suite.serve(flags)
@@ -47,13 +46,13 @@ def main() -> int:
 
 
 def _inspect(flags: list[str]) -> int:
-    """Returns only when the model is not found."""
+    """Report on a model. Returns only if there is no such model, with the exit status."""
     config = configuration.load(InspectConfig, flags)
-    environment.update({"HF_HUB_OFFLINE": "1"})  # the hub's own switch: looking at a model downloads nothing
+    environment.update({"HF_HUB_OFFLINE": "1"})  # the hub library's switch: an inspection downloads nothing
     try:
         model = find_model(config.model)
     except ModelNotFound as error:
-        sys.stderr.write(f"hedgerow inspect: {error} What is not on this disk is not inspected.\n")
+        sys.stderr.write(f"hedgerow inspect: {error} Only models on this disk can be inspected.\n")
         return EX_FAILURE
     sys.argv = ["hedgerow inspect", model.name, str(model.path), config.task, "json" if config.json else "text"]
     runpy.run_module("worker.process.inspection", run_name="__main__")  # ends with an exit status

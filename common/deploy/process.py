@@ -1,6 +1,6 @@
-"""The life of one process of a suite, whatever its role: logging, its place in the run folder, and how it ends.
+"""The life of one process of a suite, for every role: logging, its lock, its start and its end.
 
-A process takes one place a role and slot, dies with the supervisor, and waits longer and longer after failed starts.
+There is one process for each role and slot. It dies with its supervisor. After each failed start it waits longer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _UNCOUNTED_BACKOFF_S = 5.0
 
 
 def run_process(role: str, config_class: type[Config], run: Callable[[Config, Callable[[], None]], int]) -> NoReturn:
-    """The whole life of one process of a suite; each role's `__main__` calls it with its own `main`.
+    """Run one process of a suite from start to end. The `__main__` of each role calls it with its `main`.
 
-    `run` takes the configuration and what to call once the process can do its work; it returns the exit status.
+    `run` takes the configuration and a function to call once the process can do its work. It returns the exit status.
     """
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who starts us may block what we are to hear, and that is inherited
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a parent's blocked signals are inherited
     supervised = environment.under_supervisord()
     if supervised:
         _die_with_parent()
@@ -63,15 +63,15 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
         status = error.exit_status
     finally:
         if not log.stop(listener):
-            os._exit(status)  # nobody reads the log; a thread that waits to write it must not keep us
+            os._exit(status)  # nobody reads the log, and the thread that waits to write it must not delay the end
     sys.exit(status)
 
 
 def _reopen_log_at_hangup() -> None:
-    """Have SIGHUP, which ends a process by default, open the log's file anew; without one it does nothing.
+    """Make SIGHUP reopen the log's file; without a file it does nothing. By default it would end the process.
 
-    On a thread of its own: a disk that hangs must not keep a loop from its peers. A gateway, which has more to do then,
-    takes the signal over.
+    This happens on its own thread: a disk that hangs must not stop the main loop. A gateway replaces the handler, since
+    it also reads its keys again.
     """
     hangup_fd = os.eventfd(0, os.EFD_CLOEXEC)
 
@@ -80,17 +80,17 @@ def _reopen_log_at_hangup() -> None:
             try:
                 log.reopen()
             except OSError as error:
-                logger.error("the log's file stays as it was: %s", error.strerror)  # noqa: TRY400 the text says it all
+                logger.error("cannot reopen the log's file, and go on with the old one: %s", error.strerror)  # noqa: TRY400 the text says it all
 
     threading.Thread(target=reopen_each_time, name="hangup", daemon=True).start()
     signal.signal(signal.SIGHUP, lambda *_: os.eventfd_write(hangup_fd, 1))
 
 
 def _take_place(run_dir: RunDir, name: str) -> Lock:
-    """Raises AddressInUse, or StartRefused: this run folder cannot be used."""
+    """Raises AddressInUse, or StartRefused if this run folder cannot be used."""
     try:
         run_dir.prepare()
-        run_dir.address("gateways")  # is not too long
+        run_dir.address("gateways")  # refuses a name that is too long
         return run_dir.lock(name)
     except (OSError, ValueError) as error:
         raise StartRefused(str(error)) from None
@@ -102,30 +102,30 @@ def _run(run: Callable[[Config, Callable[[], None]], int], config: Config, on_re
     except StartRefused:
         raise
     except BaseException:
-        # Our own bug, or a machine that is out of something: the process dies, and the log must say where.
+        # A bug of ours, or the host is out of some resource: the process dies, and the log must say where.
         logger.critical("this process has failed", exc_info=True)
         raise
 
 
 class _StartHistory:
-    """How often in a row a process was started without becoming ready, kept in the run folder.
+    """The number of starts in a row after which a process did not become ready, kept in the run folder.
 
-    supervisord restarts what dies at once and for ever; a process whose model file is broken would eat a core that way.
-    Once ready, a later death is restarted without a wait.
+    supervisord restarts a dead process at once and for ever. Without a wait, a process whose model is broken would use
+    up a core. A process that became ready is restarted without a wait.
     """
 
     def __init__(self, run_dir: RunDir, name: str) -> None:
         self._path = run_dir.starts(name)
 
     def begin(self) -> float:
-        """Count this start; the seconds to wait before it: 0, 1, 2, 4 … 30, within 20 %."""
+        """Count this start, and return the seconds to wait before it: 0, 1, 2, 4 … 30, each within 20 %."""
         try:
             failed_starts = len(self._read())
             self._path.write_bytes(b"." * min(failed_starts + 1, 16))
         except FileNotFoundError:
             return 0.0  # no run folder yet
         except OSError:
-            return _UNCOUNTED_BACKOFF_S  # a full disk, say: what cannot be counted must not spin either
+            return _UNCOUNTED_BACKOFF_S  # for example a full disk: starts that cannot be counted must not spin either
         if failed_starts == 0:
             return 0.0
         return min(2.0 ** (failed_starts - 1), _MAX_BACKOFF_S) * random.uniform(0.8, 1.2)
@@ -141,10 +141,10 @@ class _StartHistory:
 
 
 def _wait(delay_s: float) -> bool:
-    """Wait before a start; False when a stop was asked for meanwhile."""
+    """Wait before a start. Returns False if a signal has asked for a stop meanwhile."""
     if delay_s == 0:
         return True
-    logger.warning("the last start failed; waiting %.1f s", delay_s)
+    logger.warning("the last start failed; waiting %.1f s before this one", delay_s)
     stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
     previous = {
         number: signal.signal(number, lambda *_: os.eventfd_write(stop_fd, 1))
@@ -158,17 +158,17 @@ def _wait(delay_s: float) -> bool:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end this process when supervisord dies: an orphan would hold its device and its lock."""
+    """Make the kernel kill this process when supervisord dies: an orphan would keep its device and its lock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # It may have died before the kernel was told: then our parent is whoever takes in orphans.
+    # supervisord may have died before this call. Then the parent is the process that adopts orphans.
     try:
         parent = Path("/proc", str(os.getppid()), "cmdline").read_bytes()
     except OSError:
         parent = b""
     if b"supervisor" not in parent:
         sys.stderr.write(
-            "hedgerow: SUPERVISOR_ENABLED is set, yet no supervisord is the parent: it died, or unset that\n"
+            "hedgerow: SUPERVISOR_ENABLED is set, but the parent is no supervisord: it died, or unset the variable\n"
         )
         sys.stderr.flush()
         os._exit(EX_FAILURE)

@@ -1,7 +1,7 @@
-"""What supervisord runs for `hedgerow serve`: a list of programs, and its text.
+"""The programs that supervisord runs for `hedgerow serve`, and the text of its configuration.
 
-`supervisord.conf` at the top of the repository says the same of the default suite, for operators who run supervisord
-themselves, with the reason for each setting. A test compares the two, program by program.
+`supervisord.conf` at the top of the repository has the same programs for the default suite, for operators who start
+supervisord themselves. It gives the reason for each setting. A test compares the two, program by program.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from common.errors import StartRefused
 from common.model_location import ModelFolder
 from common.run_dir import RunDir
 
-# How much longer than a process's own limit supervisord waits for its end: it must not be killed while it answers.
+# supervisord waits this much longer than --drain-timeout-s before it kills a process, which may still be answering.
 _STOP_MARGIN_S = 5
 
-# What supervisord itself reads; everything else reaches the processes through the environment.
+# The variables in supervisord's own section. All others reach the processes through the environment.
 _SUPERVISORD_VARIABLES = (
     "HEDGEROW_HOST",
     "HEDGEROW_PORT",
@@ -26,26 +26,26 @@ _SUPERVISORD_VARIABLES = (
     "HEDGEROW_RUN_DIR",
 )
 
-_NUMBER = "%(process_num)d"  # supervisord's, of a process among those of its program
+_NUMBER = "%(process_num)d"  # supervisord replaces it by the index of a process within its program
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteModel:
-    """A model of a suite, and what runs it."""
+    """A model of a suite, and its processes."""
 
-    name: str | None  # None: the only one, to which all of the run folder belongs
-    folder: ModelFolder  # by the name that clients use
+    name: str | None  # None: the only model, which uses the whole run folder
+    folder: ModelFolder  # its name is the one for clients
     run_dir: RunDir
     task: str
     num_workers: int
-    devices: Sequence[str] | None  # for CUDA_VISIBLE_DEVICES, one a worker; None: as it is
+    devices: Sequence[str] | None  # for CUDA_VISIBLE_DEVICES, one for each worker; None: leave it as it is
 
     def program(self, role: str) -> str:
-        """What supervisord calls a role of this model."""
+        """The section of the program that runs a role of this model."""
         return f"program:{role}" if self.name is None else f"program:{role}-{self.name}"
 
     def environment(self, **others: str) -> dict[str, str]:
-        """What its processes are told besides the suite's environment, which says it all where it is the only one."""
+        """The variables that its processes have beyond those of the suite; a model without a name has none."""
         if self.name is None:
             return {}
         values = {
@@ -62,12 +62,12 @@ class SuiteModel:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One section of supervisord's: processes that it starts alike."""
+    """One program of supervisord: processes that start alike."""
 
     section: str
     command: str
     priority: int
-    settings: Mapping[str, str | int] = field(default_factory=dict)  # what other programs have not
+    settings: Mapping[str, str | int] = field(default_factory=dict)  # besides those of every program
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ def programs(variables: Mapping[str, str], models: Sequence[SuiteModel]) -> list
     """The programs of a suite. `variables` is the environment of all its processes.
 
     Raises:
-        StartRefused: a value is none that supervisord can take.
+        StartRefused: supervisord cannot read a value.
     """
     several = {"process_name": f"%(program_name)s-{_NUMBER}"}
     for_torch = {"OMP_WAIT_POLICY": "passive", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -111,7 +111,7 @@ def programs(variables: Mapping[str, str], models: Sequence[SuiteModel]) -> list
 
 
 def supervisord_conf(variables: Mapping[str, str], models: Sequence[SuiteModel]) -> str:
-    """The text of supervisord's configuration. Arguments and errors are those of `programs`."""
+    """The text of supervisord's configuration. It takes and raises the same as `programs`."""
     run_dir = RunDir(_escaped(variables["HEDGEROW_RUN_DIR"]))
     own = {name: _escaped(variables[name]) for name in _SUPERVISORD_VARIABLES}
     own["HEDGEROW_KEEP_AWAKE"] = _num_awake(variables)
@@ -156,7 +156,7 @@ def supervisord_conf(variables: Mapping[str, str], models: Sequence[SuiteModel])
 
 
 def _num_awake(variables: Mapping[str, str]) -> str:
-    """How many processes keep cores awake."""
+    """The number of processes that keep cores awake."""
     return "1" if variables["HEDGEROW_KEEP_AWAKE"] == "true" else "0"
 
 
@@ -166,5 +166,7 @@ def _environment(values: Mapping[str, str]) -> str:
 
 def _escaped(value: str) -> str:
     if any(character in value for character in '"%\n'):
-        raise StartRefused(f"supervisord cannot take the value {value!r}: it holds a quotation mark, % or a line break")
+        raise StartRefused(
+            f"supervisord cannot take the value {value!r}: it has a quotation mark, % or a line break; change it"
+        )
     return value

@@ -1,8 +1,7 @@
-"""A process for each core that keeps it from sleeping: `python -I -S spin.py PARENT CORE ...`, started by `awake.py`.
+"""The program that keeps cores awake, one process for each: `python -I -S spin.py PARENT CORE ...`.
 
-It runs in a session of its own and imports the standard library alone. All of its processes end with the one that
-started them (PR_SET_PDEATHSIG), which may have ended before the kernel was told. A byte on standard output says that
-all of them run.
+`awake.py` starts it in its own session and says why. It imports the standard library only. Each process dies with the
+process that started it. A byte on standard output says that all of them run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
-    """Start the processes, then wait for a signal."""
+    """Start a process for each core, then wait for a signal."""
     parent, *cores = map(int, sys.argv[1:])
     _end_with(parent)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -40,30 +39,30 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends, which may have happened already."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _weigh_least() -> None:
-    """Give this session the least weight among others, where the kernel weighs sessions."""
+    """Give this session the least weight, if the kernel weighs sessions."""
     for _ in range(_GROUP_TRIES):
         try:
             with open("/proc/self/autogroup", "w") as group:  # pathlib takes 10 ms to import
                 group.write("19")
         except BlockingIOError:
-            time.sleep(_GROUP_RETRY_S)  # the kernel lets users change one in a while
+            time.sleep(_GROUP_RETRY_S)  # the kernel limits how often a user may change a weight
             continue
         except OSError:
-            pass  # there are no such groups here
+            pass  # this kernel does not weigh sessions
         return
 
 
 def _spin(core: int) -> NoReturn:
-    """Work and sleep on one core for ever."""
+    """Work and sleep on one core, for ever."""
     os.sched_setaffinity(0, {core})
-    _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # it sleeps to the microsecond
+    _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # makes sleeps exact to a microsecond
     while True:
         until = time.perf_counter() + _WORK_S
         while time.perf_counter() < until:

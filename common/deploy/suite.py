@@ -1,6 +1,6 @@
-"""`hedgerow serve`: settles what a suite needs before it starts, and becomes supervisord.
+"""`hedgerow serve`: checks all that a suite needs, then becomes supervisord.
 
-Model, port and run folder are looked at here, so that what is wrong is said at once and once.
+Models, keys, port and run folder are checked here, so that the operator sees one error at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from common.model_flags import devices_of
 from common.model_location import ModelFolder, ModelNotFound, find_model
 from common.run_dir import RunDir
 
-# Where the operator names no number of workers, those on a CPU have at most so many copies of the weights (as they are
-# in the files), and are so many: each takes some 300 MB besides.
+# The bounds for workers on a CPU without --workers: the bytes of their weights together, as large as in the files, and
+# their number, since each takes about 300 MB besides its weights.
 _CPU_WEIGHT_BYTES = 1 << 30
 _MAX_CPU_WORKERS = 8
 
 
 def serve(flags: list[str]) -> int:
-    """Become the supervisor of a suite. Returns only when it cannot start, with the exit status."""
+    """Become the supervisor of a suite. Returns only if the suite cannot start, with the exit status."""
     config = configuration.load(ServeConfig, flags)
     try:
         models = _settle_models(config)
@@ -45,29 +45,31 @@ def serve(flags: list[str]) -> int:
         sys.stderr.write(f"hedgerow serve: {error}\n")
         return error.exit_status if isinstance(error, StartRefused) else EX_FAILURE
     sys.stderr.write(
-        f"hedgerow serves {', '.join(model.folder.name for model in models)} on http://{config.host}:{config.port} "
-        f"once /ready says so; Ctrl-C stops it\n"
+        f"hedgerow: starting {', '.join(model.folder.name for model in models)}; "
+        f"http://{config.host}:{config.port} is ready when /ready returns 200. Ctrl-C stops it.\n"
     )
     sys.stderr.flush()
-    # Several processes share what may be a regular file: each writes at its end, not over the others' lines.
+    # All processes share standard output. If it is a file, each must append, not overwrite the lines of others.
     fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_APPEND)
-    # supervisord finds `hedgerow` where this Python found it, also when its environment is not activated.
+    # So that supervisord finds `hedgerow` beside this Python, even if its environment is not activated.
     environment.update(variables | {"PATH": environment.path_with(str(Path(sys.executable).parent))})
     return os.execv(sys.executable, [sys.executable, "-P", "-m", "supervisor.supervisord", "-n", "-c", str(conf)])
 
 
 def _settle_models(config: ServeConfig) -> list[SuiteModel]:
-    """What runs each model of the suite.
+    """Find each model, and decide about its workers and GPUs.
 
     Raises:
         ModelNotFound: there is no such model.
         ValueError: there is no such GPU.
-        StartRefused: it is not said which GPU is whose.
+        StartRefused: with several models, no flag gives each its GPUs.
     """
     planned = config.planned_models()
     if len(planned) > 1 and not config.gpus and _num_gpus(config):
         example = " ".join(f"{model.name}:{number}" for number, model in enumerate(planned))
-        raise StartRefused(f"several models on a host with GPUs: say which are whose, as in --gpus {example}")
+        raise StartRefused(
+            f"with several models on a host with GPUs, each needs its own: give them as in --gpus {example}"
+        )
     settled = []
     for model in planned:
         devices = devices_of(model, hardware.visible_gpus())
@@ -80,7 +82,7 @@ def _settle_models(config: ServeConfig) -> list[SuiteModel]:
 
 
 def _check_files(config: ServeConfig, models: list[SuiteModel]) -> None:
-    """Raises ConfigurationRefused: a worker or gateway would refuse a file, and be started again for ever."""
+    """Raises ConfigurationRefused: a worker or gateway would refuse a file at every start, for ever."""
     for model in models:
         _check("worker.checkpoint.declared", str(model.folder.path), model.task)
     if config.api_keys_file:
@@ -88,8 +90,8 @@ def _check_files(config: ServeConfig, models: list[SuiteModel]) -> None:
 
 
 def _check(module: str, *arguments: str) -> None:
-    # By its name, as a role. In this process, which keeps nothing of it when it becomes supervisord: another one would
-    # take as long again to start as all the rest here.
+    # The module runs by its name, like a role. It runs in this process: a new one would double the time of a start, and
+    # nothing of it remains once this process becomes supervisord.
     says = io.StringIO()
     sys.argv = ["hedgerow serve", *arguments]
     try:
@@ -101,10 +103,10 @@ def _check(module: str, *arguments: str) -> None:
 
 
 def _take_run_dir(config: ServeConfig, models: list[SuiteModel]) -> None:
-    """Make the folders of the suite, and forget what the last one left of counts.
+    """Make the folders of the suite, and delete the counts of an earlier suite.
 
     Raises:
-        AddressInUse: a suite runs there.
+        AddressInUse: another suite runs there.
         StartRefused: the port cannot be used.
         OSError: a folder cannot be used.
         ValueError: its name is too long.
@@ -115,13 +117,13 @@ def _take_run_dir(config: ServeConfig, models: list[SuiteModel]) -> None:
         run_dir.prepare()
         run_dir.address("gateways")
         run_dir.lock("scheduler").close()
-    suite_dir.lock("gateway-0").close()  # named models have their schedulers elsewhere
+    suite_dir.lock("gateway-0").close()  # schedulers of named models have their locks elsewhere
     _check_port(config.host, config.port)
     for run_dir in run_dirs:
         metrics.clear(run_dir.path)
         for path in run_dir.all_starts():
             path.unlink()
-    suite_dir.connections.unlink(missing_ok=True)  # of gateways that there may be no more
+    suite_dir.connections.unlink(missing_ok=True)  # it may count gateways that no longer exist
 
 
 def _variables(config: ServeConfig, models: list[SuiteModel]) -> dict[str, str]:
@@ -137,9 +139,9 @@ def _variables(config: ServeConfig, models: list[SuiteModel]) -> dict[str, str]:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raises StartRefused when nothing can listen there: supervisord would only log it, and go on without."""
+    """Raises StartRefused: nothing can listen there. supervisord would only log it, and go on without gateways."""
     if ":" in host:
-        raise StartRefused(f"--host {host}: supervisord opens IPv4 addresses only. Choose one, or a proxy in front.")
+        raise StartRefused(f"--host {host}: supervisord opens IPv4 addresses only. Use one, or put a proxy in front.")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -147,10 +149,10 @@ def _check_port(host: str, port: int) -> None:
             probe.listen(1)  # two sockets may be bound with SO_REUSEADDR, only one listens
         except OSError as error:
             raise StartRefused(
-                f"--port {port} on --host {host} cannot be opened: {error.strerror}. Choose another one."
+                f"--port {port} on --host {host} cannot be opened: {error.strerror}. Choose another port."
             ) from None
     if port == 0:
-        raise StartRefused("--port 0 is no address that a client could use. Choose a free port.")
+        raise StartRefused("--port 0 is no port that a client could use. Choose a free one.")
 
 
 def _num_workers(config: ServeConfig, model: ModelFolder, num_models: int) -> int:
@@ -164,12 +166,13 @@ def _num_gpus(config: ServeConfig) -> int:
 
 
 def _num_cpu_workers(config: ServeConfig, model: ModelFolder, num_models: int) -> int:
-    """As many as there are threads to give each one, unless their copies of the weights took too much memory. Of
-    several models each has its part of both.
+    """One worker for each share of `--threads`, fewer if their copies of the weights would take too much memory.
 
-    Threads of one step wait for each other after each operation, and an operation of a small model is short. Measured
-    on 2026-11-30 with all-MiniLM-L6-v2 on two cores, steps of 512 tokens: two workers of a thread each do 1.6 times
-    what one worker of two threads does in float32, twice as much in bfloat16.
+    Several models share the cores and the memory equally.
+
+    More workers are better than more threads of one: the threads of a step wait for each other after each operation,
+    and operations of a small model are short. With all-MiniLM-L6-v2 on two cores, in steps of 512 tokens, two workers
+    of one thread do 1.6 times the work of one worker of two threads in float32, twice in bfloat16 (2026-11-30).
     """
     num_threads = 1 if config.threads == "auto" else int(config.threads)
     num_copies = _CPU_WEIGHT_BYTES // max(model.weight_bytes(), 1)
