@@ -68,9 +68,7 @@ def test_what_cannot_be_written_is_counted_and_told_of_when_there_is_room_again(
     assert ended.stderr == ""
     assert lines[0].endswith("x: before")
     assert lines[-3].endswith("x: after")
-    assert lines[-2].endswith(
-        "WARNING worker-0 common.log: 300 log records could not be written when they came: File too large"
-    )
+    assert lines[-2].endswith("WARNING worker-0 common.log: 300 log records could not be written: File too large")
     assert lines[-1].endswith("x: later")
 
 
