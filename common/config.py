@@ -11,8 +11,9 @@ import argparse
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -251,12 +252,23 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
         allow_abbrev=False,
     )
     if config_class is ServeConfig:
-        parser.add_argument("models", nargs="*", metavar="MODEL", default=argparse.SUPPRESS)
+        parser.add_argument(
+            "models",
+            nargs="*",
+            metavar="MODEL",
+            default=argparse.SUPPRESS,
+            help="one model as for --model, or NAME=MODEL for each of several",
+        )
     elif config_class is InspectConfig:
         parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
     hints = get_type_hints(config_class)
-    for item in fields(config_class):
-        _add_flag(parser, item, hints[item.name])
+    # The flags of a class under its own heading in --help. A field that a class redefines is its.
+    reader_of = {name: owner for owner in reversed(config_class.__mro__) for name in get_annotations(owner)}
+    for owner in config_class.__mro__:
+        group = parser.add_argument_group(f"{owner.__name__.removesuffix('Config').lower()} flags")
+        for item in fields(config_class):
+            if reader_of[item.name] is owner:
+                _add_flag(group.add_argument, item, hints[item.name])
     given = vars(parser.parse_args(argv))
     values: dict[str, Any] = {}
     try:
@@ -291,12 +303,13 @@ def describe(config: ProcessConfig) -> str:
     return " ".join(f"{item.name}={_text(getattr(config, item.name))!r}" for item in fields(config))
 
 
-def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], hint: object) -> None:
+def _add_flag(add: Callable[..., object], item: Field[Any], hint: object) -> None:
     flag = "--" + item.name.replace("_", "-")
     assert item.default is not MISSING
-    text = f"{item.metadata['help']} [{item.default!r}]".replace("%", "%%")
+    default = f" [{_text(item.default)}]" if item.default not in ("", ()) else ""
+    text = f"{item.metadata['help']}{default}".replace("%", "%%")
     if hint is bool:
-        parser.add_argument(
+        add(
             flag,
             dest=item.name,
             action=argparse.BooleanOptionalAction,
@@ -304,7 +317,7 @@ def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], hint: object) -
             help=text,
         )
         return
-    parser.add_argument(
+    add(
         flag,
         dest=item.name,
         default=argparse.SUPPRESS,
