@@ -61,6 +61,23 @@ def test_a_package_imports_only_itself_and_common(module: Path, tree: ast.Module
     assert imports(tree) & set(PACKAGES) <= allowed
 
 
+# What each folder of `common` may import of the others; "" is its top.
+BELOW = {"": set(), "wire": {""}, "text": {"", "wire"}, "deploy": {""}}
+
+
+def folder_in_common(parts: tuple[str, ...]) -> str:
+    return parts[1] if len(parts) > 1 and parts[1] in BELOW else ""
+
+
+def test_the_folders_of_common_import_each_other_in_one_direction(module: Path, tree: ast.Module) -> None:
+    if module.parts[0] != "common":
+        return
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    used = {folder_in_common(tuple(name.split("."))) for name in modules if name.startswith("common.")}
+    own = folder_in_common(module.parts)
+    assert used - {own} <= BELOW[own]
+
+
 def test_third_parties_stay_in_their_home(module: Path, tree: ast.Module) -> None:
     for name in imports(tree) & set(HOMES):
         assert any(
