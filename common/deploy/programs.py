@@ -77,7 +77,7 @@ def programs(variables: Mapping[str, str], models: Sequence[SuiteModel]) -> list
     Raises:
         StartRefused: supervisord cannot read a value.
     """
-    several = {"process_name": f"%(program_name)s-{_NUMBER}"}
+    numbered = {"process_name": f"%(program_name)s-{_NUMBER}"}
     for_torch = {"OMP_WAIT_POLICY": "passive", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     schedulers = [
         Program(
@@ -93,7 +93,7 @@ def programs(variables: Mapping[str, str], models: Sequence[SuiteModel]) -> list
             model.program("worker"),
             "hedgerow worker",
             20,
-            several | {"numprocs": model.num_workers},
+            numbered | {"numprocs": model.num_workers},
             model.environment() | {"HEDGEROW_SLOT": _NUMBER} | for_torch,
         )
         for model in models
@@ -103,7 +103,7 @@ def programs(variables: Mapping[str, str], models: Sequence[SuiteModel]) -> list
         "fcgi-program:gateway",
         "hedgerow gateway",
         30,
-        several | {"numprocs": variables["HEDGEROW_GATEWAYS"], "socket": endpoint, "socket_backlog": 4096},
+        numbered | {"numprocs": variables["HEDGEROW_GATEWAYS"], "socket": endpoint, "socket_backlog": 4096},
         {"HEDGEROW_SLOT": _NUMBER},
     )
     awake = Program("program:awake", "hedgerow awake", 40, {"numprocs": _num_awake(variables)})
