@@ -38,6 +38,7 @@ from benchmarks.arrivals import Arrivals
 from benchmarks.clients import Load, LoadError, Plan, Tally, Target, run_plans
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus
+from common.lanes import BACKFILL, LANES
 
 _PERCENTS = (*range(0, 100, 5), 99, 99.9)
 _MOST_QUERIES = 64  # on their way at once
@@ -180,7 +181,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--texts", type=Path, help=".jsonl or .csv file of running text; default: invented words")
     parser.add_argument("--rate", type=float, default=20.0, help="queries a second [%(default)s]")
     parser.add_argument("--query-tokens", type=int, default=20, help="about so many tokens a query [%(default)s]")
-    parser.add_argument("--lane", choices=("online", "score", "backfill"), default="backfill")
+    parser.add_argument("--lane", choices=LANES, default=BACKFILL)
     parser.add_argument("--backfill-clients", type=int, default=4, help="connections [%(default)s]")
     parser.add_argument("--texts-per-request", type=int, default=16, help="documents of a request [%(default)s]")
     parser.add_argument("--document-tokens", type=int, default=150, help="about so many a document [%(default)s]")

@@ -1,9 +1,8 @@
 """The configuration of each process: one frozen dataclass, its flags derived from its fields.
 
-A field `port` is the flag `--port` and the variable `HEDGEROW_PORT`; a flag wins over the environment, the
-environment over the default. This is the only module that reads the environment. A unit is part of a name
-(`_s`, `_ms`, `_bytes`, `_tokens`). What a process can learn from a peer is not configured: a gateway hears about the
-model from the scheduler, the scheduler from its workers.
+A field `port` is the flag `--port` and the variable `HEDGEROW_PORT`. A flag wins over the environment, the environment
+over the default. A unit is part of a name (`_s`, `_ms`, `_bytes`, `_tokens`). A process is not configured with what it
+can learn from a peer: a gateway hears about the model from the scheduler, the scheduler from its workers.
 """
 
 from __future__ import annotations
@@ -11,115 +10,142 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from common.deploy import plan
+from common import environment
+from common.environment import PREFIX
+from common.model_flags import PlannedModel, is_named, plan_models
+from common.run_dir import default_run_dir
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 TASKS = ("auto", "embed", "score", "sparse")
-_PREFIX = "HEDGEROW_"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 
 
-def _option(default: object, help_text: str, *, choices: tuple[str, ...] | None = None) -> Any:  # noqa: ANN401 as dataclasses.field
-    return field(default=default, metadata={"help": help_text, "choices": choices})
+def _option(
+    default: object,
+    help_text: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: int = 1,
+    number_or_auto: bool = False,
+) -> Any:  # noqa: ANN401 as dataclasses.field
+    """A field, with the help text and the bounds of its flag. `minimum` applies to whole numbers only."""
+    metadata = {"help": help_text, "choices": choices, "minimum": minimum, "number_or_auto": number_or_auto}
+    return field(default=default, metadata=metadata)
 
 
 def _task_option() -> Any:  # noqa: ANN401  # a field of a dataclass
     return _option(
         "auto",
-        "what the model is for; score: a Qwen3-Reranker or a bge-reranker-v2-gemma, whose files do not say that it "
-        "scores; sparse: a masked language model, whose files do not say that it is a SPLADE",
+        "what the model is for. Needed where its files do not say: score for a Qwen3-Reranker or a "
+        "bge-reranker-v2-gemma, sparse for a SPLADE that is declared as a masked language model",
         choices=TASKS,
     )
 
 
 @dataclass(frozen=True)  # without slots, since ServeConfig has several of these as bases
 class ProcessConfig:
-    """What every process needs."""
+    """The flags of every process."""
 
-    run_dir: str = _option("", "folder of this suite's sockets, locks and logs; default: one a user and port")
-    port: int = _option(8080, "TCP port of the HTTP endpoint; also names the default run folder")
-    slot: int = _option(0, "which of its kind this process is, from 0")
-    log_level: str = _option("info", "how much is logged", choices=("debug", "info", "warning", "error"))
-    log_dir: str = _option("", "folder of rotating log files; default: standard error")
-    drain_timeout_s: int = _option(20, "how long a stopping process waits for what it has accepted")
+    run_dir: str = _option(
+        "", "folder for the sockets, locks and counts of this suite; default: one for each user and port"
+    )
+    port: int = _option(8080, "TCP port of the HTTP endpoint; part of the default run folder's name", minimum=0)
+    slot: int = _option(0, "number of this process among those of its role, from 0", minimum=0)
+    log_level: str = _option("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
+    log_dir: str = _option("", "folder for rotating log files; default: log to standard error")
+    drain_timeout_s: int = _option(20, "seconds that a stopping process has for the work that it has accepted")
 
     def __post_init__(self) -> None:
         if not self.run_dir:
             object.__setattr__(self, "run_dir", default_run_dir(self.port))
-        _at_least(self, 0, "port", "slot")
+        for item in fields(self):
+            _check(item, getattr(self, item.name))
         if self.port > 65_535:
             raise ValueError("--port needs at most 65535")
-        _at_least(self, 1, "drain_timeout_s")
 
 
 @dataclass(frozen=True)
 class GatewayConfig(ProcessConfig):
     host: str = _option("127.0.0.1", "address of the HTTP endpoint")
-    max_body_bytes: int = _option(16 * 1024 * 1024, "largest request body; larger ones are 413")
+    max_body_bytes: int = _option(16 * 1024 * 1024, "largest request body; a larger one is answered with 413")
     max_held_bytes: int = _option(
-        1024**3, "bytes of bodies, token ids and rows that one gateway holds at once; what would make more is 429"
+        1024**3,
+        "most bytes of bodies, token ids and rows that one gateway holds at once; a request beyond that is answered "
+        "with 429",
     )
     max_inputs: int = _option(2048, "most inputs in one request")
     max_request_tokens: int = _option(1_000_000, "most tokens in one request")
-    max_concurrent_requests: int = _option(4096, "requests one gateway holds at once; more are 429")
-    max_connections: int = _option(4096, "connections one gateway holds at once; more are refused with 503")
-    default_timeout_s: int = _option(60, "a request's deadline where the client names none")
-    max_timeout_s: int = _option(600, "longest deadline that a client may ask for; longer ones are cut to it")
-    header_timeout_s: int = _option(10, "time in which a request's header must have arrived")
-    body_timeout_s: int = _option(30, "time in which a request's body must have arrived")
-    min_body_bytes_per_s: int = _option(8192, "pace of a body below which, over 5 s, a request is 408")
-    write_timeout_s: int = _option(30, "time in which a client must have read more of an answer, until it has all")
-    keepalive_timeout_s: int = _option(75, "how long an idle connection stays open; pooled clients keep theirs 60 s")
-    tokenizer_threads: int = _option(2, "threads that tokenize")
-    auto_truncate: bool = _option(False, "cut over-long inputs where the client does not say")
-    api_keys_file: str = _option("", "file of the keys that clients need, one a line; mode 0600")
-    cors_origins: str = _option("", "origins of web pages that may read answers, with commas between them; or *")
+    max_concurrent_requests: int = _option(
+        4096, "most requests that one gateway holds at once; more are answered with 429"
+    )
+    max_connections: int = _option(4096, "most connections that one gateway holds at once; more are answered with 503")
+    default_timeout_s: int = _option(60, "deadline of a request, in seconds, if the client sends none")
+    max_timeout_s: int = _option(
+        600, "longest deadline that a client may ask for, in seconds; a longer one is shortened to it"
+    )
+    header_timeout_s: int = _option(10, "seconds within which the header of a request must arrive")
+    body_timeout_s: int = _option(30, "seconds within which the body of a request must arrive")
+    min_body_bytes_per_s: int = _option(8192, "slowest pace of a body, over 5 s; a slower one is answered with 408")
+    write_timeout_s: int = _option(30, "seconds within which a client must read some more of its answer")
+    keepalive_timeout_s: int = _option(
+        75, "seconds that an idle connection stays open; client pools usually close theirs after 60"
+    )
+    tokenizer_threads: int = _option(2, "threads of one gateway that tokenize")
+    auto_truncate: bool = _option(False, "truncate inputs that are too long, unless the client says otherwise")
+    api_keys_file: str = _option("", "file with the keys that clients need, one a line; its mode must be 0600")
+    cors_origins: str = _option("", "origins of the web pages that may read answers, separated by commas; or *")
     models: tuple[str, ...] = _option(
-        (), "names of the models, each with a scheduler in its part of the run folder; default: one model, in all of it"
+        (), "names of the models, each with a folder of its own in the run folder; default: one model, without a name"
     )
 
     def __post_init__(self) -> None:
-        ProcessConfig.__post_init__(self)
-        names = {item.name for item in fields(GatewayConfig)} - {item.name for item in fields(ProcessConfig)}
-        _at_least(self, 1, *(names - {"host", "auto_truncate", "api_keys_file", "cors_origins", "models"}))
+        super().__post_init__()
         if self.max_held_bytes < self.max_body_bytes:
-            raise ValueError("--max-held-bytes needs at least as many as --max-body-bytes, or these are never read")
+            raise ValueError(
+                "--max-held-bytes is less than --max-body-bytes, so the largest bodies could never be read; raise it"
+            )
         _check_origins(self.cors_origins)
 
 
 @dataclass(frozen=True)
 class SchedulerConfig(ProcessConfig):
-    workers: int = _option(1, "workers this suite is meant to have; /ready tells how many of them are ready")
-    max_queue_ms: int = _option(10_000, "predicted wait above which new requests are refused with 429")
+    workers: int = _option(1, "workers that this model is meant to have; /ready says how many are ready")
+    max_queue_ms: int = _option(
+        10_000, "longest predicted wait in the queue; a new request beyond that is answered with 429"
+    )
     latency_target_ms: int = _option(
         0,
-        "how long a step may take: where it would take longer, fewer tokens run at once; 0: as --max-batch-tokens says",
+        "longest duration of a step; it gets fewer tokens if it would take longer; 0: only --max-batch-tokens counts",
+        minimum=0,
     )
-
-    def __post_init__(self) -> None:
-        ProcessConfig.__post_init__(self)
-        _at_least(self, 0, "latency_target_ms")
-        _at_least(self, 1, "workers", "max_queue_ms")
 
 
 @dataclass(frozen=True)
 class WorkerConfig(ProcessConfig):
-    model: str = _option(DEFAULT_MODEL, "a folder, a hub id, or a model that an installed package carries")
-    served_model_name: str = _option("", "the name that clients use; default: taken from the model")
+    model: str = _option(DEFAULT_MODEL, "a folder, a hub id, or the name of a model in an installed package")
+    served_model_name: str = _option("", "name that clients use; default: the name of the model")
     task: str = _task_option()
-    device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    dtype: str = _option("auto", "what it computes in", choices=("auto", "float32", "bfloat16", "float16"))
-    max_batch_tokens: str = _option("auto", "tokens one step should not exceed: a number, or auto")
+    device: str = _option(
+        "auto", "device that the model runs on; auto: a GPU if there is one", choices=("auto", "cpu", "cuda")
+    )
+    dtype: str = _option(
+        "auto",
+        "data type that the model computes in; auto: by model and device",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_batch_tokens: str = _option(
+        "auto", "most tokens of one step, unless a single sequence is longer: a number, or auto", number_or_auto=True
+    )
     attention: str = _option(
         "auto",
-        "attention backend; auto: the fastest on this device, as measured",
+        "attention backend; auto: the fastest on this device, as measured there",
         choices=(
             "auto",
             "triton",
@@ -133,77 +159,79 @@ class WorkerConfig(ProcessConfig):
     )
     graphs: str = _option(
         "lazy",
-        "CUDA graphs: captured as they are needed, all before the worker is ready, or never",
+        "when CUDA graphs are captured: as needed, all before the worker is ready, or never",
         choices=("lazy", "eager-start", "off"),
     )
-    max_graph_bytes: int = _option(4 * 1024**3, "device memory that captured graphs may take")
-    cache_dir: str = _option("", "folder of what was measured and compiled; default: hedgerow in the user's cache")
-    threads: str = _option("auto", "CPU threads of one worker: a number, or auto")
-    workers: int = _option(1, "workers on this host, which share its CPU cores")
+    max_graph_bytes: int = _option(4 * 1024**3, "most device memory that captured graphs may take")
+    cache_dir: str = _option(
+        "", "folder for measurements and compiled kernels; default: hedgerow in the user's cache folder"
+    )
+    threads: str = _option("auto", "CPU threads of one worker: a number, or auto", number_or_auto=True)
+    workers: int = _option(1, "workers on this host; they share its CPU cores")
 
     def __post_init__(self) -> None:
-        ProcessConfig.__post_init__(self)
+        super().__post_init__()
         if not self.cache_dir:
             object.__setattr__(self, "cache_dir", _default_cache_dir())
-        _at_least(self, 1, "workers", "max_graph_bytes")
-        for name in ("max_batch_tokens", "threads"):
-            _number_or_auto(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
 class ServeConfig(GatewayConfig, SchedulerConfig, WorkerConfig):
-    """`hedgerow serve`: every flag of every process, and how many of each there are."""
+    """`hedgerow serve`: the flags of every process, and how many processes of each role there are."""
 
     gateways: int = _option(
-        2, "gateway processes, which share the port; with one, a planned restart refuses connections"
+        2, "gateway processes, which share the port; with a single one, its planned restart refuses connections"
     )
     workers: str = _option(  # type: ignore[assignment]  # resolved to a number before any process loads it
         "auto",
-        "workers of each model: a number, or auto (one a GPU; on a CPU one a core, fewer where the model is large)",
+        "workers of each model: a number, or auto (one for each GPU; on a CPU one for each core, fewer if the model is "
+        "large)",
+        number_or_auto=True,
     )
     models: tuple[str, ...] = _option(  # reduced to its names before any process loads it
-        (), "several models, each as NAME=MODEL: what stands after `hedgerow serve`"
+        (), "several models, each as NAME=MODEL; the same as arguments after `hedgerow serve`"
     )
     task: str = _option(  # one of TASKS to each process
-        "auto", f"what the model is for: {', '.join(TASKS)}; of several models what single ones are for, as in B:score"
+        "auto", f"what the models are for: {', '.join(TASKS)}; or what a single one is for, as in B:score"
     )
     gpus: tuple[str, ...] = _option(
-        (), "the GPUs of each of several models, as in A:0-1 B:2; numbers are those of the GPUs that are visible"
+        (), "the GPUs of each model, as in A:0-1 B:2, counted among the visible GPUs from 0; models need names"
     )
     keep_awake: bool = _option(
-        False, "keep every core from sleeping: a query's answer comes a third sooner, for a fifth of each core"
+        False, "keep CPU cores awake: about a third lower single-query latency, at about 20 % of every core"
     )
 
     def __post_init__(self) -> None:
-        GatewayConfig.__post_init__(self)
-        if len(self.models) == 1 and not plan.is_named(self.models[0]):
+        super().__post_init__()
+        if len(self.models) == 1 and not is_named(self.models[0]):
             object.__setattr__(self, "model", self.models[0])
             object.__setattr__(self, "models", ())
-        self._check_models()
-        if not self.cache_dir:
-            object.__setattr__(self, "cache_dir", _default_cache_dir())
-        _at_least(self, 0, "latency_target_ms")
-        _at_least(self, 1, "gateways", "max_queue_ms", "max_graph_bytes")
-        for name in ("max_batch_tokens", "threads", "workers"):
-            _number_or_auto(name, str(getattr(self, name)))
-
-    def _check_models(self) -> None:
-        models = plan.parse_models(self.models)
-        plan.parse_tasks(self.task, models or [self.model], TASKS)
-        gpus = plan.parse_gpus(self.gpus, models)
+        self.planned_models()
         if self.models and self.served_model_name:
-            raise ValueError("--served-model-name is for one model; of several each is called as in NAME=MODEL")
-        if gpus and self.device == "cpu":
+            raise ValueError(
+                "--served-model-name is for a model without a name; NAME=MODEL names one already, so leave the flag out"
+            )
+        if self.gpus and self.device == "cpu":
             raise ValueError("--gpus and --device cpu exclude each other; leave one of them out")
-        if gpus and self.workers != "auto":
-            raise ValueError("--gpus says how many workers there are, one a GPU; leave --workers out")
+        if self.gpus and self.workers != "auto":
+            raise ValueError("--gpus sets the number of workers, one for each GPU; leave --workers out")
+
+    def planned_models(self) -> list[PlannedModel]:
+        """The models of the suite, one or several.
+
+        Raises:
+            ValueError: the flags cannot be read. It is raised when this object is made, not later.
+        """
+        return plan_models(self.models, self.model, task=self.task, gpus=self.gpus, tasks=TASKS)
 
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """`hedgerow inspect`: which model, and in what form it is described."""
+    """`hedgerow inspect`: the model, and the form of its description."""
 
-    model: str = _option(DEFAULT_MODEL, "a folder, a hub id that is in the local cache, or a packaged model")
+    model: str = _option(
+        DEFAULT_MODEL, "a folder, a hub id that is in the local cache, or the name of a model in an installed package"
+    )
     task: str = _task_option()
     json: bool = _option(False, "print one JSON object instead of text")
 
@@ -213,24 +241,34 @@ _AnyConfig = TypeVar("_AnyConfig", bound=ProcessConfig | InspectConfig)
 
 
 def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[str, str] | None = None) -> _AnyConfig:
-    """The configuration that flags, then environment, then defaults give.
+    """The configuration of a process: from flags, then from the environment, then from defaults.
 
     A wrong flag or value ends the process with a message that names it (argparse's exit status 2). `serve` also takes
-    models as positional arguments, `inspect` one.
+    models as positional arguments, and `inspect` takes one.
     """
-    environ = os.environ if environ is None else environ
+    environ = environment.variables() if environ is None else environ
     parser = argparse.ArgumentParser(
         prog=f"hedgerow {config_class.__name__.removesuffix('Config').lower()}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     if config_class is ServeConfig:
-        parser.add_argument("models", nargs="*", metavar="MODEL", default=argparse.SUPPRESS)
+        parser.add_argument(
+            "models",
+            nargs="*",
+            metavar="MODEL",
+            default=argparse.SUPPRESS,
+            help="one model as for --model, or NAME=MODEL for each of several",
+        )
     elif config_class is InspectConfig:
         parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
     hints = get_type_hints(config_class)
-    for item in fields(config_class):
-        _add_flag(parser, item, hints[item.name])
+    # The flags of a class under its own heading in --help. A field that a class redefines is its.
+    reader_of = {name: owner for owner in reversed(config_class.__mro__) for name in get_annotations(owner)}
+    for owner in config_class.__mro__:
+        group = parser.add_argument_group(f"{owner.__name__.removesuffix('Config').lower()} flags")
+        for item in fields(config_class):
+            if reader_of[item.name] is owner:
+                _add_flag(group.add_argument, item, hints[item.name])
     given = vars(parser.parse_args(argv))
     values: dict[str, Any] = {}
     try:
@@ -238,7 +276,7 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
             if item.name in given:
                 found = given[item.name]
                 values[item.name] = tuple(found) if isinstance(found, list) else found
-            elif (text := environ.get(_PREFIX + item.name.upper())) is not None and text != "":
+            elif (text := environ.get(PREFIX + item.name.upper())) is not None and text != "":
                 values[item.name] = _parse(item, hints[item.name], text)
         return config_class(**values)
     except ValueError as error:
@@ -246,21 +284,12 @@ def load(config_class: type[_AnyConfig], argv: Sequence[str], environ: Mapping[s
 
 
 def to_environment(config: ProcessConfig) -> dict[str, str]:
-    """The variables that make another process load these same values."""
-    return {_PREFIX + item.name.upper(): _text(getattr(config, item.name)) for item in fields(config) if item.init}
-
-
-def default_run_dir(port: int) -> str:
-    """One folder a user and port, so that suites on other ports never meet: short, since a socket path may not
-    exceed 107 bytes."""
-    parent = os.environ.get("XDG_RUNTIME_DIR")
-    if not parent or not os.access(parent, os.W_OK):
-        parent = tempfile.gettempdir()
-    return str(Path(parent) / f"hedgerow-{os.getuid()}-{port}")
+    """The variables from which another process loads the same values."""
+    return {PREFIX + item.name.upper(): _text(getattr(config, item.name)) for item in fields(config) if item.init}
 
 
 def _default_cache_dir() -> str:
-    parent = os.environ.get("XDG_CACHE_HOME")
+    parent = environment.cache_folder()
     if parent:
         return str(Path(parent) / "hedgerow")
     try:
@@ -269,64 +298,18 @@ def _default_cache_dir() -> str:
         return str(Path(tempfile.gettempdir()) / f"hedgerow-cache-{os.getuid()}")
 
 
-def api_key_from_environment() -> str | None:
-    """The one key of HEDGEROW_API_KEY: never a flag, since flags show in the list of processes."""
-    return os.environ.get(_PREFIX + "API_KEY") or None
-
-
-def under_supervisord() -> bool:
-    """Whether supervisord started this process: it restarts us, and we are to die with it."""
-    return os.environ.get("SUPERVISOR_ENABLED") == "1"
-
-
-def process_name() -> str | None:
-    """What supervisord calls this process, which is its own among all of a suite; None without supervisord."""
-    return os.environ.get("SUPERVISOR_PROCESS_NAME") if under_supervisord() else None
-
-
-def visible_cuda_devices() -> list[str] | None:
-    """The devices that CUDA_VISIBLE_DEVICES allows; None where it is not set."""
-    text = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if text is None else [device for device in text.split(",") if device.strip()]
-
-
-def bound_tokenizer_threads(num_threads: int) -> None:
-    """Have the tokenizers library use so many threads for the texts of a list; before its first call.
-
-    By itself it takes one a core, in each gateway: of eight on 16 cores each list had all cores, and queries waited for
-    one (2026-11-30).
-    """
-    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
-    if num_threads == 1:  # else each call would wait until that one is awake
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def usable_cpus() -> int:
-    """How many CPUs' time this process may use; a container with a quota still sees all of them."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        allowed = max(1, int(quota) // int(period))
-    except (OSError, ValueError):  # no such file (version 1), or the quota is "max"
-        allowed = sys.maxsize
-    return min(len(os.sched_getaffinity(0)), allowed)
-
-
-def path_with(folder: str) -> str:
-    """PATH with a folder in front."""
-    return os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
-
-
 def describe(config: ProcessConfig) -> str:
-    """The whole configuration on one line, for the log at start."""
+    """The whole configuration on one line, for the log at the start."""
     return " ".join(f"{item.name}={_text(getattr(config, item.name))!r}" for item in fields(config))
 
 
-def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], hint: object) -> None:
+def _add_flag(add: Callable[..., object], item: Field[Any], hint: object) -> None:
     flag = "--" + item.name.replace("_", "-")
     assert item.default is not MISSING
-    text = f"{item.metadata['help']} [{item.default!r}]".replace("%", "%%")
+    default = f" [{_text(item.default)}]" if item.default not in ("", ()) else ""
+    text = f"{item.metadata['help']}{default}".replace("%", "%%")
     if hint is bool:
-        parser.add_argument(
+        add(
             flag,
             dest=item.name,
             action=argparse.BooleanOptionalAction,
@@ -334,7 +317,7 @@ def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], hint: object) -
             help=text,
         )
         return
-    parser.add_argument(
+    add(
         flag,
         dest=item.name,
         default=argparse.SUPPRESS,
@@ -347,7 +330,7 @@ def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], hint: object) -
 
 
 def _parse(item: Field[Any], hint: object, text: str) -> object:
-    name = _PREFIX + item.name.upper()
+    name = PREFIX + item.name.upper()
     if hint is bool:
         lowered = text.lower()
         if lowered not in {"1", "true", "yes", "on", "0", "false", "no", "off"}:
@@ -372,22 +355,24 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _at_least(config: ProcessConfig, minimum: int, *names: str) -> None:
-    for name in sorted(names):
-        if getattr(config, name) < minimum:
-            raise ValueError(f"--{name.replace('_', '-')} needs at least {minimum}")
+def _check(item: Field[Any], value: object) -> None:
+    """Raises ValueError: the value is a number below its minimum, or neither a number nor auto."""
+    flag = "--" + item.name.replace("_", "-")
+    if type(value) is int and value < item.metadata["minimum"]:
+        raise ValueError(f"{flag} needs at least {item.metadata['minimum']}")
+    if item.metadata["number_or_auto"] and not _is_number_or_auto(str(value)):
+        raise ValueError(f"{flag} needs a positive number or auto, not {value!r}")
 
 
 def _check_origins(text: str) -> None:
-    """A page's origin is compared as a browser writes it: what never matches is a mistake."""
+    """Raises ValueError: an origin is not written as browsers send it, so it would never match."""
     origins = [origin.strip() for origin in text.split(",") if origin.strip()]
     if origins != ["*"] and not all(map(_ORIGIN.fullmatch, origins)):
         raise ValueError(
-            "--cors-origins needs origins as browsers send them (https://app.example.org), with commas between them: "
-            "in small letters, without a path or a slash at the end; or * alone"
+            "--cors-origins needs origins as browsers send them (https://app.example.org), separated by commas: in "
+            "small letters, without a path, without a slash at the end; or * alone"
         )
 
 
-def _number_or_auto(name: str, text: str) -> None:
-    if text != "auto" and not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ValueError(f"--{name.replace('_', '-')} needs a positive number or auto, not {text!r}")
+def _is_number_or_auto(text: str) -> bool:
+    return text == "auto" or (text.isascii() and text.isdecimal() and int(text) > 0)

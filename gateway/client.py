@@ -36,11 +36,12 @@ from common.errors import (
     Unavailable,
     from_wire,
 )
-from common.log import Seldom
+from common.lanes import LANES
+from common.log import RateLimitedLog
 from common.metrics import Metrics
+from common.run_dir import RunDir
 from common.wire.codec import Message
 from common.wire.messages import (
-    LANES,
     NO_NUMBERS,
     NO_SPANS,
     NO_TIMES,
@@ -62,7 +63,7 @@ from common.wire.messages import (
 )
 from common.wire.packing import MAX_REQUESTS, Replies, Requests
 from common.wire.rows import ENCODINGS, row_bytes, sparse_bytes
-from common.wire.transport import Dealer, address, now_ns
+from common.wire.transport import Dealer, now_ns
 from gateway.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
@@ -585,9 +586,9 @@ class SchedulerClient:
         self.on_facts: Callable[[ModelFacts], None] | None = None  # called on the loop when facts come or change
         self.on_refused: Callable[[], object] | None = None  # called on the loop: another try is in vain
         self._metrics = metrics
-        self._odd = Seldom(logger)  # what comes that is no message
+        self._bad_messages = RateLimitedLog(logger)  # what comes that is no message
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = Dealer(self._context, address(run_dir, "gateways"), "g")
+        self._dealer = Dealer(self._context, RunDir(run_dir).address("gateways"), "g")
         self._ledger = Ledger(name, self._dealer.send, metrics, now_ns(), model=model)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -688,7 +689,7 @@ class SchedulerClient:
                 self._ledger.on_message(message, now_ns())
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels("gateway").inc()
-                self._odd.log(logging.WARNING, now_ns(), "a message of the scheduler was dropped: %s", error)
+                self._bad_messages.log(logging.WARNING, now_ns(), "a message of the scheduler was dropped: %s", error)
         if self._ledger.facts is not facts and self._ledger.facts is not None and self.on_facts is not None:
             self.on_facts(self._ledger.facts)
         if self._ledger.refused is not None and refused is None and self.on_refused is not None:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from common.errors import InvalidRequest, ServiceError
+from common.lanes import ONLINE, SCORE
 from common.text.pairs import PairNames
 from common.text.tokenization import NameOf, Tokenizer, TruncationRule
 from common.wire.messages import OWN_PAIRS, ModelFacts
@@ -118,7 +119,7 @@ class EmbeddingRequest:
     by_token: bool = False
     more_encodings: tuple[str, ...] = ()  # besides `encoding`, none of them float32
 
-    usual_lane: ClassVar[str] = "online"
+    usual_lane: ClassVar[str] = ONLINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class ContextualRequest:
     lane: str | None  # None: the key's own, or `usual_lane`
     max_tokens: int  # of all of them
 
-    usual_lane: ClassVar[str] = "online"
+    usual_lane: ClassVar[str] = ONLINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class PairsRequest:
     normalize: ClassVar[bool] = False
     encoding: ClassVar[str] = "float32"
 
-    usual_lane: ClassVar[str] = "score"
+    usual_lane: ClassVar[str] = SCORE
 
     def name_of(self, pair: int) -> str:
         """How errors call a pair: by its document, since the query is often everyone's."""
@@ -171,7 +172,7 @@ class LabelsRequest:
     normalize: ClassVar[bool] = False
     encoding: ClassVar[str] = "float32"
 
-    usual_lane: ClassVar[str] = "score"
+    usual_lane: ClassVar[str] = SCORE
 
 
 Request = EmbeddingRequest | ContextualRequest | PairsRequest | LabelsRequest
@@ -187,7 +188,7 @@ class LocalRequest:
     name: str  # how errors call all of them
     lane: str | None  # runs in none, and yet its key may not name every one
 
-    usual_lane: ClassVar[str] = "online"
+    usual_lane: ClassVar[str] = ONLINE
 
 
 @dataclass(frozen=True, slots=True)

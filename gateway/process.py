@@ -19,11 +19,12 @@ from collections.abc import Callable
 
 import uvloop
 
-from common import log
-from common.config import GatewayConfig, api_key_from_environment, bound_tokenizer_threads
-from common.deploy.plan import model_run_dir
-from common.errors import EX_CONFIG
+from common import environment, log
+from common.config import GatewayConfig
+from common.errors import EX_CONFIG, EX_FAILURE
 from common.metrics import Metrics, open_metrics
+from common.run_dir import RunDir
+from common.text.tokenization import bound_tokenizer_threads
 from gateway.app import Gateway
 from gateway.client import SchedulerClient
 from gateway.edge.auth import KeyCheck, KeysRefused, known_keys
@@ -38,7 +39,7 @@ def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
     """Serve until a signal comes; the process's exit status. `on_ready` is called once clients can connect."""
     bound_tokenizer_threads(config.tokenizer_threads)
     try:
-        keys = KeyCheck(known_keys(config.api_keys_file, api_key_from_environment()))
+        keys = KeyCheck(known_keys(config.api_keys_file, environment.api_key()))
     except KeysRefused as error:
         logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
         return EX_CONFIG
@@ -49,7 +50,7 @@ def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
             logger.error("port %d of %s is taken; stop what uses it, or use another --port", config.port, config.host)  # noqa: TRY400
         else:
             logger.error("cannot listen on port %d of %s: %s", config.port, config.host, error.strerror)  # noqa: TRY400
-        return 1
+        return EX_FAILURE
     metrics = open_metrics(config.run_dir)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, metrics, keys, sock, on_ready))
@@ -60,7 +61,7 @@ async def _serve(
 ) -> int:
     name = f"gateway-{config.slot}"
     of_models = {
-        model: SchedulerClient(model_run_dir(config.run_dir, model), name, metrics, model=model)
+        model: SchedulerClient(RunDir(config.run_dir).model_dir(model).path, name, metrics, model=model)
         for model in config.models
     }
     clients = list(of_models.values()) or [SchedulerClient(config.run_dir, name, metrics)]
@@ -102,7 +103,7 @@ async def _serve(
     logger.info("stopped")
     if any(client.refused for client in clients):
         return EX_CONFIG
-    return 0 if not stop_now.is_set() else 1
+    return 0 if not stop_now.is_set() else EX_FAILURE
 
 
 async def _renew(config: GatewayConfig, keys: KeyCheck, hangup: asyncio.Event) -> None:
@@ -117,7 +118,7 @@ async def _renew(config: GatewayConfig, keys: KeyCheck, hangup: asyncio.Event) -
         if not config.api_keys_file:
             continue
         try:
-            known = await asyncio.to_thread(known_keys, config.api_keys_file, api_key_from_environment())
+            known = await asyncio.to_thread(known_keys, config.api_keys_file, environment.api_key())
         except KeysRefused as error:
             logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 the text says it all
         else:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest, NotFound
+from common.lanes import Lane
 from common.wire.messages import ModelFacts
 
 Fields = dict[str, object]
@@ -76,7 +77,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = UNSET
     lane: Annotated[
-        Literal["online", "score", "backfill"] | None,
+        Lane | None,
         Meta(
             description="Where to wait: each lane comes after those before it, but for a share of the time. Left out, "
             "`score` for scores, else `online`."

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
-from common.wire.messages import LANES, NONE_FULL, Request
+from common.lanes import LANES
+from common.wire.messages import NONE_FULL, Request
 
 # Until the first step has told how long one takes: this many tokens are let in, some seconds of a slow CPU.
 _BLIND_TOKENS = 20_000

@@ -33,12 +33,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from common.wire.messages import LANES, Request
+from common.lanes import BACKFILL, LANES, SCORE
+from common.wire.messages import Request
 
 MAX_LOSSES = 3
 
 # Of the workers' time, while anything of the lane waits.
-SHARES = {"score": 0.2, "backfill": 0.1}
+SHARES = {SCORE: 0.2, BACKFILL: 0.1}
 _MOST_OWED_STEPS = 2  # of its own that a lane may be behind
 
 _SUSPECTS_AT_ONCE = 8

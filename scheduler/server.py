@@ -19,12 +19,13 @@ import zmq
 
 from common.config import SchedulerConfig
 from common.errors import ProtocolError, VersionMismatch
-from common.log import Seldom
+from common.log import RateLimitedLog
 from common.metrics import Metrics, open_metrics
+from common.run_dir import RunDir
 from common.wire.codec import Message
 from common.wire.messages import Hello, Join, Refuse, Request
 from common.wire.packing import Requests
-from common.wire.transport import PeerGone, PeerStuck, Router, address, now_ns
+from common.wire.transport import PeerGone, PeerStuck, Router, now_ns
 from scheduler.state import Action, Kill, Scheduler, ToGateway, ToWorker, version_refusal
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class _Side:
         self.action = action  # what sends a message to a peer of this side
         self.on_message = on_message
         self.on_lost = on_lost
-        self.dropped = Seldom(logger)  # what comes that is no message, from whomever
-        self.refused = Seldom(logger)  # who speaks another version, likewise
+        self.dropped = RateLimitedLog(logger)  # what comes that is no message, from whomever
+        self.refused = RateLimitedLog(logger)  # who speaks another version, likewise
         self.gone: set[bytes] = set()  # peers to which nothing can be sent; what they have said is not all heard yet
         self._poller = poller
         self._pidfds: dict[bytes, int] = {}
@@ -140,14 +141,14 @@ class Server:
         self._poller.register(self._timer.fd, zmq.POLLIN)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gateways = _Side(
-            Router(self._context, address(config.run_dir, "gateways")),
+            Router(self._context, RunDir(config.run_dir).address("gateways")),
             ToGateway,
             self._core.on_gateway_message,
             self._core.on_gateway_lost,
             self._poller,
         )
         self._workers = _Side(
-            Router(self._context, address(config.run_dir, "workers")),
+            Router(self._context, RunDir(config.run_dir).address("workers")),
             ToWorker,
             self._core.on_worker_message,
             self._core.on_worker_lost,

@@ -24,10 +24,10 @@ from common.errors import (
     ServiceError,
     Unavailable,
 )
+from common.lanes import LANES
 from common.metrics import Metrics, observe_all
 from common.wire.codec import Message
 from common.wire.messages import (
-    LANES,
     PROTOCOL_VERSION,
     Batch,
     BatchFailed,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.lanes import ONLINE
 from scheduler.batching import Part
 from scheduler.steptime import TYPICAL_LENGTH, StepTime
 
@@ -48,7 +49,7 @@ class StepSizes:
 
     def note(self, parts: list[Part]) -> None:
         """A step was formed of these, while work of the lanes below waited."""
-        below = [part.longest for part in parts if part.pending.request.lane != "online"]
+        below = [part.longest for part in parts if part.pending.request.lane != ONLINE]
         self._shared += _SMOOTHING * ((len(below) < len(parts)) - self._shared)
         if below:
             self._longest = max(*below, self._longest * (1 - _SMOOTHING))

@@ -24,10 +24,11 @@ import zmq
 
 from common.config import SchedulerConfig
 from common.metrics import Metrics
+from common.run_dir import RunDir
 from common.wire.codec import Frame, Message
 from common.wire.messages import PROTOCOL_VERSION, Batch, Beat, Hello, ModelFacts, Ping, Result, cu_seqlens
 from common.wire.rows import ENCODINGS, SPARSE, row_bytes
-from common.wire.transport import Dealer, address, prepare_run_dir
+from common.wire.transport import Dealer
 from scheduler.server import Server
 
 DIMENSIONS = 16
@@ -155,7 +156,7 @@ class FakeWorker:
         self._answer = answer or oracle_result
         self._released = released
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = Dealer(self._context, address(run_dir, "workers"), "w")
+        self._dealer = Dealer(self._context, RunDir(run_dir).address("workers"), "w")
         self._stop = threading.Event()
         self._mute = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name)
@@ -217,7 +218,7 @@ class RunningScheduler:
     """The real scheduler's loop on a thread, for tests that need its sockets but not its process."""
 
     def __init__(self, run_dir: str, metrics: Metrics) -> None:
-        prepare_run_dir(run_dir)
+        RunDir(run_dir).prepare()
         self._stop_fd = os.eventfd(0)
         self._server = Server(SchedulerConfig(run_dir=run_dir), metrics)
         self._thread = threading.Thread(target=self._server.run, args=(self._stop_fd,), name="scheduler")

@@ -50,10 +50,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import DeadlineExceeded, ServiceError
+from common.errors import EX_BUSY, EX_STUCK, DeadlineExceeded, ServiceError
+from common.lanes import LANES
 from common.metrics import Metrics
 from common.wire.codec import Message, decode, encode
-from common.wire.messages import LANES, Batch, BatchFailed, Goodbye, Hello, Join, Refuse, Result, cu_seqlens
+from common.wire.messages import Batch, BatchFailed, Goodbye, Hello, Join, Refuse, Result, cu_seqlens
 from common.wire.rows import ENCODINGS
 from gateway.client import Ledger, OpenRequest, Options
 from scheduler.batching import MAX_LOSSES, Part
@@ -61,7 +62,7 @@ from scheduler.fleet import SUSPECT_NS
 from scheduler.server import _LEAST_SLEEP_NS
 from scheduler.state import Action, Kill, Scheduler, ToGateway
 from tests.fakes import DIMENSIONS, FACTS, oracle_result, oracle_row
-from worker.process.state import EXIT_REFUSED, EXIT_STUCK, Worker
+from worker.process.state import Worker
 
 US = 1_000
 MS = 1_000_000
@@ -412,7 +413,7 @@ class WorkerProcess(Process):
 
     def _exit(self, status: int) -> None:
         self.world.note("%s exits with status %d", self, status)
-        if status not in {0, EXIT_STUCK, EXIT_REFUSED}:
+        if status not in {0, EX_STUCK, EX_BUSY}:
             raise Violation(f"{self} exits with status {status}")
         if self.dealer is not None:
             self.dealer.close(linger=True)

@@ -23,6 +23,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def run_hedgerow(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`hedgerow` with these arguments, once it has ended."""
+    command = [sys.executable, "-c", "import sys; from common.deploy.cli import main; sys.exit(main())", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | environment
+    )
+
+
 class Suite:
     """A suite under supervisord. `command` starts it; the default is `hedgerow serve` on the CPU."""
 
@@ -44,7 +52,7 @@ class Suite:
         self.process = subprocess.Popen(
             command
             or [
-                *(sys.executable, "-c", "import sys; from common.deploy.launch import main; sys.exit(main())", "serve"),
+                *(sys.executable, "-c", "import sys; from common.deploy.cli import main; sys.exit(main())", "serve"),
                 *("--device", "cpu", "--workers", "1", "--port", str(self.port), "--run-dir", run_dir, *flags),
             ],
             stdout=self._log,

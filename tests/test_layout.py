@@ -61,6 +61,23 @@ def test_a_package_imports_only_itself_and_common(module: Path, tree: ast.Module
     assert imports(tree) & set(PACKAGES) <= allowed
 
 
+# What each folder of `common` may import of the others; "" is its top.
+BELOW = {"": set(), "wire": {""}, "text": {"", "wire"}, "deploy": {""}}
+
+
+def folder_in_common(parts: tuple[str, ...]) -> str:
+    return parts[1] if len(parts) > 1 and parts[1] in BELOW else ""
+
+
+def test_the_folders_of_common_import_each_other_in_one_direction(module: Path, tree: ast.Module) -> None:
+    if module.parts[0] != "common":
+        return
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    used = {folder_in_common(tuple(name.split("."))) for name in modules if name.startswith("common.")}
+    own = folder_in_common(module.parts)
+    assert used - {own} <= BELOW[own]
+
+
 def test_third_parties_stay_in_their_home(module: Path, tree: ast.Module) -> None:
     for name in imports(tree) & set(HOMES):
         assert any(
@@ -79,7 +96,7 @@ SLOW_TO_IMPORT = {"torch", "transformers", "safetensors", "huggingface_hub", "su
     [
         ("gateway.process", set()),
         ("scheduler.server", {"aiohttp", "tokenizers", "uvloop"}),
-        ("worker.process.server, common.deploy.launch", {"aiohttp", "tokenizers", "uvloop"}),
+        ("worker.process.server, common.deploy.process", {"aiohttp", "tokenizers", "uvloop"}),
     ],
 )
 def test_what_is_slow_to_import_is_not_in_the_way_of_a_start(modules: str, others: set[str]) -> None:
@@ -125,19 +142,11 @@ def test_no_duration_is_measured_by_a_clock_that_somebody_may_set(module: Path, 
     assert imported <= {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns"}
 
 
-def test_only_config_reads_the_environment(module: Path, tree: ast.Module) -> None:
-    if module.as_posix() in {"common/config.py", "common/metrics.py", "common/deploy/launch.py"}:
-        return  # metrics and launch only write it, for prometheus_client and supervisord: checked below
+def test_one_module_alone_reads_and_writes_the_environment(module: Path, tree: ast.Module) -> None:
+    if module.as_posix() == "common/environment.py":
+        return
     for node in ast.walk(tree):
-        assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}), module
-
-
-def test_metrics_and_launch_write_the_environment_and_do_not_read_it() -> None:
-    for path in ("common/metrics.py", "common/deploy/launch.py"):
-        lines = [line.strip() for line in (ROOT / path).read_text().splitlines() if "environ" in line and "os." in line]
-        assert all(
-            line.startswith(("os.environ.update(", 'os.environ["PROMETHEUS_MULTIPROC_DIR"] =')) for line in lines
-        )
+        assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}), module
 
 
 def test_every_module_says_what_it_is_for(tree: ast.Module) -> None:

@@ -82,7 +82,7 @@ async def test_processes_sockets_and_counts_of_each_are_apart(suite: Suite) -> N
     assert set(processes(suite)) == {"scheduler-A", "scheduler-B", "worker-A-0", "worker-B-0", "gateway-0"}
     for name in HIDDEN:
         assert Path(suite.run_dir, name, "workers.sock").is_socket()
-        assert f" worker-{name}-0 common.deploy.launch: starting: " in suite.log()
+        assert f" worker-{name}-0 common.deploy.process: starting: " in suite.log()
     lines = suite.get("/metrics")[1].decode().splitlines()
     assert [line for line in lines if line.startswith("hedgerow_workers{")] == [
         f'hedgerow_workers{{model="{name}",state="{state}"}} 1.0' for name in HIDDEN for state in ("ready", "total")

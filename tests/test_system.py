@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
-from common.config import usable_cpus
+from common.hardware import usable_cpus
 from tests.browser import Browser
 from tests.models import HIDDEN_SIZE, write_bert
 from tests.suite import ROOT, Suite, free_port
@@ -494,7 +494,7 @@ def test_supervisord_alone_serves_the_defaults() -> None:
 
 
 def run_serve(*flags: str) -> subprocess.CompletedProcess[str]:
-    start = "import sys; from common.deploy.launch import main; sys.exit(main())"
+    start = "import sys; from common.deploy.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "serve", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=ROOT)
 

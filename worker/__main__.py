@@ -1,7 +1,7 @@
 """`hedgerow worker`."""
 
 from common.config import WorkerConfig
-from common.deploy.launch import run_process
+from common.deploy.process import run_process
 from worker.process.server import main
 
 run_process("worker", WorkerConfig, main)

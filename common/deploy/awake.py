@@ -1,23 +1,24 @@
-"""Keeps a host's cores from sleeping, for who pays power for latency: `hedgerow serve --keep-awake`.
+"""Keeps the CPU cores of a host awake, which trades power for latency: `hedgerow serve --keep-awake`.
 
-A query wakes some fifteen threads one after the other, and a core that sleeps takes 50 to 150 µs to wake: on a virtual
-machine with one H200 that is a third of a lone query's 4 ms. So on each core something runs that gives way to
-everything else at once (the kernel's policy SCHED_IDLE): it works for 10 µs, sleeps for 60, and so on, which leaves the
-core no time to fall asleep. It costs nothing but power, for a fifth of each core's time, and what a neighbour on the
-same physical core then lacks.
+A query wakes about fifteen threads one after the other, and a sleeping core takes 50 to 150 µs to wake. On a virtual
+machine with one H200 that is a third of the 4 ms of a single query. So on each core a process runs that works for
+10 µs, sleeps for 60 µs, and so on. It gives way to any other process at once (the kernel's policy SCHED_IDLE). The core
+has no time to fall asleep. This costs power, a fifth of each core's time, and what a neighbour on the same physical
+core then lacks.
 
-The kernel shares a core among groups first and looks at policies within a group only. Where each session is a group
-(autogroups, as most desktops have them) somebody else's busy process would get half of a core and this the other half
-(2.0 s of 4, measured 2026-11-30): hence a session of its own with the least weight (0.07 s of 4; a thread that wakes
-waits no longer than beside it in one session). A container or service with a group of its own cannot change its weight
-from within: against others it counts as busy.
+The kernel first shares a core among groups of processes, and applies policies only within a group. On most desktops
+each session is a group (autogroup). There a busy process of another session would get only half of a core (2.0 s of 4,
+measured 2026-11-30). So these processes have a session of their own with the least weight: they take 0.07 s of 4, and a
+thread that wakes waits no longer than within one session. A container or service with its own group cannot change its
+weight from within. Against other groups it counts as busy.
 
-Rejected: to work without a pause. A thread is woken 5 µs sooner then (in 9.5 instead of 14.2 µs; 21 to 38 where nothing
-keeps cores awake), and a lone query takes 2.46 ms instead of 2.68. But to the kernel all cores are busy: where a
-thread's own has work it looks for no other, and moves none that waits to one that has none. Beside a backfill the p99
-of queries was 12.8 ms instead of 9.0 (one H200, 16 cores, 2026-11-30). Nor /dev/cpu_dma_latency, which needs root and
-changes nothing in a guest whose kernel has no driver for idle states; nor threads of our own that spin, which would
-take the interpreter's lock from those that work.
+Rejected: work without a pause. A thread then wakes 5 µs sooner (in 9.5 µs instead of 14.2; without this module in 21 to
+38), and a single query takes 2.46 ms instead of 2.68. But the kernel then sees all cores as busy. It looks for no other
+core if a thread's own has work, and moves no waiting thread to a free one. Beside a backfill the p99 of queries was
+12.8 ms instead of 9.0 (one H200, 16 cores, 2026-11-30).
+
+Rejected: /dev/cpu_dma_latency. It needs root, and changes nothing in a guest whose kernel has no driver for idle
+states. Rejected: threads that spin in our own processes. They would take the interpreter's lock from the others.
 """
 
 from __future__ import annotations
@@ -28,82 +29,42 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from common.config import ProcessConfig, usable_cpus
+from common.config import ProcessConfig
+from common.deploy.process import run_process
 from common.errors import EX_CONFIG, EX_FAILURE
+from common.hardware import check_keep_awake
 
 logger = logging.getLogger(__name__)
 
-# What runs, in a session of its own: a process that starts one for each core. All of them end with the one that started
-# them (PR_SET_PDEATHSIG), which may have ended before the kernel was told.
-_SPIN = """
-import ctypes, os, signal, sys, time
-
-libc = ctypes.CDLL(None)
-
-def end_with(parent):
-    libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-parent, *cores = map(int, sys.argv[1:])
-end_with(parent)
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-for _ in range(50):
-    try:
-        with open("/proc/self/autogroup", "w") as group:
-            group.write("19")
-    except BlockingIOError:
-        time.sleep(0.1)  # the kernel lets users change one in so long
-        continue
-    except OSError:
-        pass  # there are no such groups here
-    break
-own = os.getpid()
-for core in cores:
-    if os.fork() == 0:
-        end_with(own)
-        os.sched_setaffinity(0, {core})
-        libc.prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: it sleeps to the microsecond
-        while True:
-            until = time.perf_counter() + 10e-6
-            while time.perf_counter() < until:
-                pass
-            time.sleep(60e-6)
-os.write(1, b".")
-signal.pause()
-"""
-
-
-def check_cores() -> None:
-    """Raises ValueError: what keeps cores awake would take the time of those that work."""
-    if usable_cpus() < len(os.sched_getaffinity(0)):
-        raise ValueError(
-            "--keep-awake takes a fifth of each core that this container sees, of which it may not use all the time "
-            "(cpu.max): leave it out, or give the container cores of its own (cpuset)"
-        )
+_SPIN = Path(__file__).with_name("spin.py")
 
 
 def main(_config: ProcessConfig, on_ready: Callable[[], None]) -> int:
-    """Keep every core awake that this process may use, until SIGTERM or SIGINT; the exit status."""
+    """Keep every core awake that this process may use, until SIGTERM or SIGINT. Returns the exit status."""
     try:
-        check_cores()
-    except ValueError as error:  # not by `hedgerow serve`, which has looked
+        check_keep_awake()
+    except ValueError as error:  # `hedgerow serve` has checked this; here it was started by hand
         logger.error("cannot start: %s", error)  # noqa: TRY400 the text says it all
         return EX_CONFIG
-    # Not blocked for `sigwait`: until that is reached a signal would go to another thread, which does not block it.
+    # Handlers, not `sigwait` on blocked signals: until then another thread, which does not block them, could take one.
     end_fd = os.eventfd(0, os.EFD_CLOEXEC)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.eventfd_write(end_fd, 1))
     cores = sorted(os.sched_getaffinity(0))
-    command = [sys.executable, "-I", "-S", "-c", _SPIN, str(os.getpid()), *map(str, cores)]
+    command = [sys.executable, "-I", "-S", str(_SPIN), str(os.getpid()), *map(str, cores)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as spinning:
         assert spinning.stdout is not None, "a pipe was asked for"
         if not spinning.stdout.read(1):
             logger.error("cannot start: cores cannot be kept awake here; leave out --keep-awake")
             return EX_FAILURE
-        logger.info("%d cores are kept awake", len(cores))
+        logger.info("keeping %d cores awake", len(cores))
         on_ready()
         os.read(end_fd, 8)
         spinning.kill()
     return 0
+
+
+if __name__ == "__main__":
+    run_process("awake", ProcessConfig, main)

@@ -1,11 +1,12 @@
-"""A plugin of supervisord's that has it look up at once when there is something to do. `supervisord.conf` names it.
+"""A plugin for supervisord that makes it react at once. `supervisord.conf` names it.
 
-Its loop waits for its children's pipes and its control socket, and looks at everything else once a second: it starts
-its programs a second after it is up itself, and sees a child's death or a SIGTERM up to a second late. Here its
-signals, and its own start, come through a pipe that it waits for as for the others. What dies at once is started again
-at once, too: `launch.py` has a process wait whose last starts have failed.
+supervisord's loop waits for the pipes of its children and for its control socket. Everything else it checks once a
+second: it starts its programs one second late, and notices a child's death or a SIGTERM up to a second late. This
+plugin adds a pipe to the loop, and writes to it at the start and at each signal. A process that dies at once is then
+restarted at once, so `process.py` makes a process wait after failed starts.
 
-Rejected: another supervisor; a process that prods the control socket, which is bound at a moment that nobody is told.
+Rejected: another supervisor. Rejected: a process that connects to the control socket, since nothing tells when
+supervisord has bound it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ _DRAIN_BYTES = 4096
 
 
 class Waker:
-    """A pipe in supervisord's loop, readable once at the start and then whenever a signal has come."""
+    """A pipe in supervisord's loop, readable once at the start and then after each signal."""
 
     def __init__(self) -> None:
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.write(self._writer, b"\0")
-        # Python writes a signal's number to it. Where nobody has read so many, one more says nothing new.
+        # Python writes each signal's number to the pipe. If the pipe is full, one more number would say nothing new.
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
-    # What supervisord asks of whatever it waits for.
+    # The interface that supervisord's loop expects.
 
     def readable(self) -> bool:
         return True
@@ -38,15 +39,15 @@ class Waker:
         os.read(self.fd, _DRAIN_BYTES)
 
     def handle_error(self) -> None:
-        """Nothing to let go of: what was not read is read in the next turn."""
+        """Nothing to clean up: the next turn of the loop reads the rest."""
 
 
 class _NoInterface:
-    """What a plugin adds to supervisord's remote calls."""
+    """The remote calls that a plugin adds to supervisord: none."""
 
 
 def plug_in(supervisord: Any, **config: str) -> _NoInterface:  # noqa: ANN401  # a supervisor.supervisord.Supervisord
-    """Called by supervisord on its main thread before its loop begins; after a reload again, the old pipe shut."""
+    """Called by supervisord on its main thread before its loop begins, and again after each reload."""
     waiting = supervisord.options.get_socket_map()
     for fd in [fd for fd, what in waiting.items() if isinstance(what, Waker)]:
         del waiting[fd]

@@ -29,6 +29,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as _RustTokenizer
 from tokenizers.normalizers import Lowercase, Sequence
 
+from common import environment
 from common.errors import InternalError, InvalidRequest
 from common.wire.messages import ModelFacts
 
@@ -52,6 +53,17 @@ _MARGIN_TOKENS = 128  # a word of more than 100 characters is one [UNK] in WordP
 
 # Texts that any tokenizer in use makes a token of: with them it shows where it puts special tokens.
 _PROBES = ("a", "0", ".")
+
+
+def bound_tokenizer_threads(num_threads: int) -> None:
+    """Have the tokenizers library use so many threads for the texts of a list; before its first call.
+
+    By itself it takes one a core, in each gateway: of eight on 16 cores each list had all cores, and queries waited for
+    one (2026-11-30).
+    """
+    environment.update({"RAYON_NUM_THREADS": str(num_threads)})
+    if num_threads == 1:  # else each call would wait until that one is awake
+        environment.update({"TOKENIZERS_PARALLELISM": "false"})
 
 
 def input_name(index: int) -> str:

@@ -5,7 +5,7 @@ A message is a list of frames: a header, then one frame for each array.
     [ msgpack array: kind, scalar, scalar …, [shape, shape …] ] [ raw array ] [ raw array ] …
 
 Arrays are raw little-endian buffers, never msgpack lists: 64 texts of 100 tokens take 2 µs each way instead of 95 to
-119 µs. The last arrays of a message are empty by default; if all of them are empty, none of them is sent.
+119 µs. The last arrays of a message are empty by default. If all of these are empty, none is sent.
 
 Nothing is ever unpickled. `decode` bounds every length before it allocates and checks the type of every scalar. The
 only error that a peer's bytes can raise is `ProtocolError`.
@@ -49,9 +49,9 @@ from common.wire.messages import (
 from common.wire.packing import Replies, Requests
 from common.wire.rows import MAX_FRAME_BYTES
 
-# A header is a few hundred bytes; the largest, Hello, carries prompts and labels. Each byte of a hostile one may be an
-# empty list of 72 bytes, so what is longer than a plain header may open only so many lists and maps (Hello has eight),
-# and hold only so many elements in each: any header is read or refused in milliseconds and with 3 MiB at the most.
+# A header is a few hundred bytes; the largest, Hello, carries prompts and labels. Each byte of a hostile header may be
+# an empty list, which takes 72 bytes of memory. So a header longer than a plain one may have a limited number of lists
+# and maps (Hello has eight) and of elements in each. Any header is read or refused in milliseconds, with 3 MiB at most.
 MAX_HEADER_BYTES = 64 * 1024
 _PLAIN_HEADER_BYTES = 2 * 1024
 _MAX_CONTAINERS = 32
@@ -120,7 +120,7 @@ def decode(frames: Sequence[Frame]) -> Message:
         raise ProtocolError("unknown kind of message")
     name = layout.message_class.__name__
     if layout.has_version and len(header) > 1 and type(header[1]) is int and header[1] != PROTOCOL_VERSION:
-        raise VersionMismatch(header[1])  # before anything else of it: another version may have other fields
+        raise VersionMismatch(header[1])  # before any other field, which another version may have not
     if len(header) != len(layout.parsers) + 2:
         raise ProtocolError(f"{name} has {len(header)} header fields, not {len(layout.parsers) + 2}")
     shapes = header.pop()
@@ -142,12 +142,13 @@ def decode(frames: Sequence[Frame]) -> Message:
 
 
 def _array(dtype: np.dtype[Any], ndim: int, shape: object, frame: Frame) -> npt.NDArray[Any]:
-    """Raises TypeError or ValueError: the shape is none, or not that of the bytes."""
+    """Raises TypeError or ValueError: this is no shape, or not that of the bytes."""
     if not isinstance(shape, list) or len(shape) != ndim:
         raise TypeError(f"needs {ndim} axes")
     size = dtype.itemsize
     for extent in shape:
-        # An upper bound, too: next to an axis of none any extent gives the right size, and numpy fails on a huge one.
+        # The upper bound matters beside an axis of 0. Any extent then gives the right size, but numpy fails on a huge
+        # one.
         if type(extent) is not int or not 0 <= extent <= MAX_FRAME_BYTES:
             raise TypeError("has an axis that is not a count")
         size *= extent
@@ -194,12 +195,12 @@ def _unpack_long(header: Frame) -> object:
 
 
 def _refuse_extension(code: int, data: bytes) -> object:
-    raise ValueError("extension types do not travel")  # objects of Python's own making, a microsecond each
+    raise ValueError("extension types do not travel")  # each would make a Python object and take a microsecond
 
 
 def _pack(header: list[object]) -> bytes:
     packed: bytes = msgpack.packb(header, default=_pack_facts)
-    assert len(packed) <= MAX_HEADER_BYTES, "the sender's own header is too large for any peer"
+    assert len(packed) <= MAX_HEADER_BYTES, "this header is too large for any peer"
     return packed
 
 
@@ -276,7 +277,7 @@ _FACTS_PARSERS = [(name, _PARSERS[hint]) for name, hint in get_type_hints(ModelF
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a message class is laid out: scalars in the header in field order, arrays behind it in field order."""
+    """The layout of a message class: scalars in the header, then arrays, each in the order of the fields."""
 
     kind: int
     message_class: Any
@@ -313,12 +314,12 @@ def _layout(kind: int, message_class: type) -> _Layout:
 
 
 def _getter(names: list[str]) -> Callable[[Any], Sequence[Any]]:
-    """What takes the values of these attributes from an object."""
-    # Of a single name attrgetter gives the value itself.
+    """A function that returns the values of these attributes of an object."""
+    # For a single name attrgetter returns the value itself.
     return attrgetter(*names) if len(names) > 1 else lambda message: (getattr(message, names[0]),)
 
 
-# The number is the wire's: append, never renumber within a protocol version.
+# The numbers travel: append, never renumber within a protocol version.
 _LAYOUTS_BY_KIND = {
     kind: _layout(kind, message_class)
     for kind, message_class in enumerate(

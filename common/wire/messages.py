@@ -29,6 +29,7 @@ from typing import Annotated, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from common.lanes import LANES
 from common.wire.rows import ENCODINGS, FLOAT32, MAX_FRAME_BYTES, MAX_ROWS, SPARSE, row_bytes
 
 PROTOCOL_VERSION = 6
@@ -40,33 +41,30 @@ Int64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], ("<i8", 2)]
 FlagVector: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 1)]
 ByteMatrix: TypeAlias = Annotated[npt.NDArray[np.uint8], ("|u1", 2)]
 
-# Of one sequence: [spans, 2] where each starts and stops within it.
+# The spans of one sequence: [spans, 2], where each starts and stops within it.
 Spans: TypeAlias = npt.NDArray[np.int32]
 
-# What an element of an Int32Vector may be, and a process's number.
+# The largest element of an Int32Vector, and the largest process id.
 MAX_INT32 = 2**31 - 1
 
-# The names of a model's labels, all together: Hello has room for as much again beside them.
+# The most bytes of all names of a model's labels. Hello has room for as much again beside them.
 MAX_LABELS_BYTES = 32 * 1024
 
-# `ModelFacts.pair_template` of a model whose pairs are as its own tokenizer writes them.
+# `ModelFacts.pair_template` of a model that uses its own tokenizer for pairs.
 OWN_PAIRS = "pair"
 
-# What waits in a lane comes after all that waits in the lanes before it, but for its share (scheduler/batching.py).
-LANES = ("online", "score", "backfill")
-
-# Shared, so read-only, as are all arrays that came from bytes.
+# Empty arrays, shared and so read-only, like all arrays from bytes.
 NO_NUMBERS: Int32Vector = np.frombuffer(b"", dtype="<i4")
 NO_SPANS: Int32Matrix = NO_NUMBERS.reshape(0, 2)
 NONE_FULL: Int64Matrix = np.frombuffer(b"", dtype="<i8").reshape(0, 4)
 NO_TIMES: Int64Vector = np.frombuffer(b"", dtype="<i8")
 
-# What happens in a worker to a batch that is followed, in order: its socket has it, its launcher takes it up, the
-# inputs are where the device reads them, all is launched, the device gets to it (on a CPU with the launch), the rows
-# are computed, they are on the host, its socket sends the result.
+# The moments of a traced batch in a worker, in order: its socket has received it; its launcher takes it; its inputs are
+# where the device reads them; all kernels are launched; the device begins (on a CPU at the launch); the rows are
+# computed; they are on the host; the socket sends the result.
 STEP_MOMENTS = ("received", "taken", "staged", "launched", "began", "computed", "copied", "answered")
 
-# And to a piece of a request, from the gateway to the scheduler and the worker and back to the scheduler.
+# The moments of a piece of a traced request, from the gateway to the scheduler, to the worker and back.
 PIECE_MOMENTS = ("sent", "arrived", "formed", *STEP_MOMENTS, "returned")
 
 
@@ -88,35 +86,36 @@ def _no_times() -> Int64Vector:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a worker knows of its model, told once in `Hello` so that nobody else has to be configured with it."""
+    """What a worker knows about its model. It is sent once, in `Hello`, so that no other process needs to be
+    configured."""
 
-    name: str  # the name that clients send and read in answers
-    folder: str  # where the gateway finds tokenizer.json; same host
-    fingerprint: str  # weights, dtype, pooling and dimensions: equal means equal vectors
+    name: str  # for clients, in requests and answers
+    folder: str  # of tokenizer.json, for gateways on the same host
+    fingerprint: str  # of weights, dtype, pooling and dimensions: equal fingerprints mean equal vectors
     tokenizer_sha256: str
-    architecture: str  # the checkpoint's own class name, for example BertModel
+    architecture: str  # the class name in the checkpoint, for example BertModel
     dtype: str
     device: str
     attention: str
     dimensions: int
     max_tokens: int  # special tokens included
     vocab_size: int
-    max_batch_tokens: int  # what one step should not exceed
+    max_batch_tokens: int  # of one step, unless a single sequence is longer
     pooling: str
-    normalize: bool  # whether the checkpoint itself ends with a normalisation
+    normalize: bool  # whether the checkpoint ends with a normalisation
     lower_case: bool
     tasks: list[str]  # of embed, score, sparse and tokens
-    encodings: list[str]  # names of ENCODINGS: what it may be asked for
+    encodings: list[str]  # names in ENCODINGS that requests may use
     prompts: dict[str, str]
     default_prompt_name: str | None
-    num_labels: int  # of a score; 0 where it does not score
-    labels: list[str]  # their names, in the order of the scores
-    score_activation: str  # identity or sigmoid; empty where it does not score
-    pair_template: str  # OWN_PAIRS; a built-in template's name; empty where it takes no pairs
-    instruction: str | None  # what a template says where the client says nothing
-    separator_id: int | None  # the token between the chunks of a document that is embedded as one sequence
-    include_prompt: bool  # whether a prompt's tokens are pooled like any others
-    has_token_types: bool  # whether the second text of a pair is marked as such
+    num_labels: int  # of a score; 0 if it does not score
+    labels: list[str]  # in the order of the scores
+    score_activation: str  # identity or sigmoid; empty if it does not score
+    pair_template: str  # OWN_PAIRS; the name of a built-in template; empty if it takes no pairs
+    instruction: str | None  # for the template, unless the client sends one
+    separator_id: int | None  # between the chunks of a document that is embedded as one sequence
+    include_prompt: bool  # whether the tokens of a prompt are pooled too
+    has_token_types: bool  # whether the second text of a pair has tokens of type 1
 
 
 # --- gateway → scheduler ---
@@ -138,30 +137,30 @@ class Join:
 class Request:
     """Sequences to embed: all of a client's request, or one piece of a long one.
 
-    `opens` marks the first piece: admission may refuse only that one, since the pieces that follow belong to a
-    request that was accepted. `tenant` says whose it is, a number for each key and 0 for all without one: those of a
-    lane take turns. `dimensions`, `normalize` and `encoding` hold for every row.
+    `opens` marks the first piece. Admission may refuse only that one, since the next pieces belong to an accepted
+    request. `tenant` is a number for each key, and 0 without a key; the tenants of a lane take turns. `dimensions`,
+    `normalize` and `encoding` apply to every row.
     """
 
     request_id: int
-    fingerprint: str  # the model that it was tokenized for; another one would answer nonsense
+    fingerprint: str  # of the model that it was tokenized for; another model would answer nonsense
     deadline_ns: int
     lane: str
     tenant: int
     opens: bool
     dimensions: int
-    normalize: bool  # of float32 rows; the others are made of the row as the model pools it
-    encoding: str  # a name of ENCODINGS
+    normalize: bool  # float32 rows only; other encodings use the row as the model pools it
+    encoding: str  # a name in ENCODINGS
     token_ids: Int32Vector  # [tokens], all sequences one after the other
     lengths: Int32Vector  # [sequences]
-    # [sequences] where the tokens of type 1 begin within each: a pair's second text; its length where there are none.
-    # Empty where no sequence has any.
+    # [sequences] where the tokens of type 1, a pair's second text, begin within each; its length if it has none. Empty
+    # if no sequence has any.
     type_starts: Int32Vector = field(default_factory=_no_numbers)
-    # [sequences] rows of each, and [rows, 2] where the tokens of each row start and stop within its sequence. Both
-    # empty where each sequence makes one row over all of its tokens.
+    # [sequences] the number of rows of each, and [rows, 2] where the span of each row starts and stops within its
+    # sequence. Both empty if each sequence makes one row over all of its tokens.
     span_counts: Int32Vector = field(default_factory=_no_numbers)
     spans: Int32Matrix = field(default_factory=_no_spans)
-    times_ns: Int64Vector = field(default_factory=_no_times)  # [1] when it was sent; empty where nobody follows it
+    times_ns: Int64Vector = field(default_factory=_no_times)  # [1] when it was sent; empty if it is not traced
 
     def __post_init__(self) -> None:
         _check_sequences(self)
@@ -175,7 +174,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this request any more. Advisory: what runs already runs on."""
+    """Nobody waits for this request any more. Advisory: what is already running runs on."""
 
     request_id: int
 
@@ -198,27 +197,27 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A batch's rows, in the batch's order. Rows named in `nonfinite` hold no answer.
+    """The rows of a batch, in the order of the batch. Rows named in `nonfinite` hold no answer.
 
-    All rows are as wide as the widest that a sequence of the batch needs at the model's full dimensions (`row_bytes` of
-    the smallest number among its encodings), or, sparse, as the widest of them is. A row begins with what its own
-    encoding needs; the rest means nothing.
+    All rows have the same width: dense, `row_bytes` of the smallest number among its encodings, at the model's full
+    dimensions; sparse, the width of the widest. A row begins with the bytes of its own encoding; the rest means
+    nothing.
     """
 
     epoch: int
     batch_id: int
-    waited_us: int  # from the batch's arrival to the start of its step
+    waited_us: int  # from the arrival of the batch to the start of its step
     step_us: int  # from there to its last byte on the host
-    is_typical: bool  # whether the next of its kind will take as long; not where this one made ready for them
-    nonfinite: Int32Vector  # [rows that are NaN or infinite]
+    is_typical: bool  # whether the next such step will take as long; not if this one did one-time work
+    nonfinite: Int32Vector  # [rows that are NaN or infinite], their indices
     rows: ByteMatrix  # [rows, row bytes]
-    # Tokens of each piece that it ran in, one after the other, where the device had no memory for the batch at once.
+    # The tokens of each part, if the device had no memory for the whole batch and it ran in parts.
     pieces: Int32Vector = field(default_factory=_no_numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When what happened to a batch that is followed; right before its Result."""
+    """The times of the moments of a traced batch, right before its Result."""
 
     epoch: int
     batch_id: int
@@ -230,12 +229,12 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed:
-    """The step raised. The worker goes on; the scheduler decides who is retried and who is told."""
+    """The step raised. The worker goes on; the scheduler decides which requests it retries and which it fails."""
 
     epoch: int
     batch_id: int
     message: str
-    too_large: int | None = None  # why: the device has no memory for this sequence of the batch, not even alone
+    too_large: int | None = None  # the index of a sequence for which the device has no memory, not even alone
 
 
 # --- both ---
@@ -243,15 +242,15 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """'My Python runs', from a peer's own loop; `num_held` lets the scheduler see that something never arrived."""
+    """A sign of life from a peer's own loop. By `num_held` the scheduler sees that a message never arrived."""
 
     epoch: int
-    num_held: int  # batches that a worker holds; Requests that a gateway has sent and that are not answered
+    num_held: int  # batches in a worker; unanswered Requests of a gateway
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """This peer leaves on purpose and holds nothing any more."""
+    """This peer leaves on purpose, and holds no work any more."""
 
     reason: str
 
@@ -261,30 +260,30 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The answer to `Join`, sent again whenever something in it changes. No `facts`: no worker has said Hello yet."""
+    """The answer to `Join`, sent again whenever a field changes. `facts` is None until a worker has said Hello."""
 
     protocol_version: int
     epoch: int
-    answers_join: bool  # then send again what is unanswered: it may have been lost on either way
+    answers_join: bool  # then the gateway sends unanswered requests again: they or their answers may be lost
     facts: ModelFacts | None
-    piece_tokens: int  # the most tokens of one Request, unless a single sequence is longer
-    window_tokens: int  # the most tokens of one client's request that may wait here at once
+    piece_tokens: int  # most tokens of one Request, unless a single sequence is longer
+    window_tokens: int  # most tokens of one client's request that may wait in the scheduler at once
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The scheduler's own pulse, with what /ready needs to know, and for whom the queue is full.
+    """A sign of life of the scheduler, with the state that /ready needs, and the tenants for which the queue is full.
 
-    A gateway that has just had a request refused is told `full` at once, all others with the next pulse.
+    After a refused request its gateway gets a Ping with `full` at once, the others with their next one.
     """
 
     epoch: int
     workers_ready: int
     workers_total: int
-    progressing: bool  # nothing outstanding, or something finished lately
-    # [refused, 4] of each its lane's place among LANES, its tenant, until when a gateway is to refuse its requests
-    # itself, and when what waits before them is expected to be done. The former is at most a second after the queue was
-    # looked at: what is older says nothing.
+    progressing: bool  # no batch is outstanding, or one has finished lately
+    # [refused, 4] for each: the index of its lane in LANES; its tenant; the time until which a gateway refuses its
+    # requests itself; and when the work before them should be done. The third is at most a second after the queue was
+    # checked, since older knowledge says nothing.
     full: Int64Matrix = field(default_factory=_none_full)
 
     def __post_init__(self) -> None:
@@ -295,24 +294,24 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step runs: sequences one after the other, no padding between them."""
+    """The sequences of one step, one after the other, without padding."""
 
     epoch: int
     batch_id: int
     token_ids: Int32Vector  # [tokens]
     lengths: Int32Vector  # [sequences]
-    dimensions: Int32Vector  # [sequences] columns that count, before any normalisation
-    normalize: FlagVector  # [sequences] 0 or 1; says nothing where the encoding is not FLOAT32
+    dimensions: Int32Vector  # [sequences] columns to keep, before any normalisation
+    normalize: FlagVector  # [sequences] 0 or 1; ignored unless the encoding is FLOAT32
     encodings: FlagVector  # [sequences] numbers of ENCODINGS
-    # As in a Request. Where only some sequences have them, the others' say what their absence would.
+    # As in a Request. If only some sequences have them, the others have the values that mean the same as none.
     type_starts: Int32Vector = field(default_factory=_no_numbers)  # [sequences] or empty
     span_counts: Int32Vector = field(default_factory=_no_numbers)  # [sequences] or empty
     spans: Int32Matrix = field(default_factory=_no_spans)  # [rows, 2] or empty
-    times_ns: Int64Vector = field(default_factory=_no_times)  # [1] when it was formed; empty where nobody follows it
+    times_ns: Int64Vector = field(default_factory=_no_times)  # [1] when it was formed; empty if it is not traced
 
     @property
     def num_rows(self) -> int:
-        """The rows of its result."""
+        """The number of rows of its result."""
         return len(self.spans) or len(self.lengths)
 
     def __post_init__(self) -> None:
@@ -330,8 +329,8 @@ class Batch:
 class Reply:
     """Some rows of a request: first_row … first_row + len(rows) - 1, counted across its sequences.
 
-    Rows are as wide as their batch's: what the request's own encoding and dimensions need comes first (its
-    `row_bytes`, or, sparse, what the row itself says), and the rest means nothing.
+    Rows are as wide as those of their batch. A row begins with the bytes of the request's own encoding and dimensions
+    (its `row_bytes`; if sparse, as the row says); the rest means nothing.
     """
 
     request_id: int
@@ -343,11 +342,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """When what happened to a piece of a request that is followed, or to a part of one; before its rows."""
+    """The times of the moments of a piece of a traced request, or of a part of one, before its rows."""
 
     request_id: int
     batch_id: int
-    worker: str  # the name of who ran it
+    worker: str  # the name of the worker that ran it
     num_sequences: int  # of the batch that it ran in
     num_tokens: int
     times_ns: Int64Vector  # [PIECE_MOMENTS]
@@ -358,7 +357,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request's one and final answer when it has none; `code` is one of `errors.py`."""
+    """The only and final answer to a request that has failed. `code` is one of `errors.py`."""
 
     request_id: int
     code: str
@@ -369,27 +368,27 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """This peer may not join: `code` is version, duplicate_name or model_mismatch; it must not ask again."""
+    """This peer may not join, and must not ask again. `code` is version, duplicate_name or model_mismatch."""
 
     code: str
     message: str
 
 
 def cu_seqlens(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Where each sequence begins and the last one ends: [0, l0, l0 + l1 …], int32 [sequences + 1]."""
+    """Where each sequence begins, and where the last one ends: [0, l0, l0 + l1 …], int32 [sequences + 1]."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def max_rows(facts: ModelFacts) -> int:
-    """The most rows of one batch, so that its result fits into a frame whatever their encoding and their numbers."""
+    """The most rows of one batch: its result then fits into a frame with any encoding and any values."""
     widest = 4 + 8 * facts.dimensions if "sparse" in facts.encodings else row_bytes(FLOAT32, facts.dimensions)
     return max(1, min(MAX_ROWS, MAX_FRAME_BYTES // widest))
 
 
 def labels_bytes(labels: Sequence[str]) -> int:
-    """What the names of labels count against MAX_LABELS_BYTES: their UTF-8, and what frames each of them."""
+    """The bytes of labels that count against MAX_LABELS_BYTES: their UTF-8, and the frame of each."""
     return sum(len(label.encode("utf-8", "surrogatepass")) + 3 for label in labels)
 
 
@@ -410,7 +409,7 @@ def _check_sequences(message: Request | Batch) -> None:
 
 
 def check_tokens(lengths: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
-    if len(lengths) == 1:  # as most requests: each reduction of an array takes a microsecond or two
+    if len(lengths) == 1:  # the usual case; each reduction of an array takes a microsecond or two
         shortest = num_tokens = lengths.item()
     else:
         shortest = int(np.minimum.reduce(lengths)) if len(lengths) else 0

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from common.lanes import LANES
 from common.wire.messages import (
-    LANES,
     MAX_INT32,
     NO_NUMBERS,
     NO_SPANS,
@@ -23,21 +23,21 @@ from common.wire.messages import (
 )
 from common.wire.rows import ENCODINGS
 
-# The most of a Requests: a scheduler looks at nothing else before it has heard all of them, some 10 µs each.
+# The most requests in one message. A scheduler takes about 10 µs for each, and looks at nothing else meanwhile.
 MAX_REQUESTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of one gateway at one moment: short ones, for which a message each costs more than what is in it.
+    """Short requests that one gateway sends at one moment: as single messages they would cost more than their content.
 
-    Each is what it would be alone: it is admitted, answered, failed and cancelled by itself. Of the same model, with no
-    tokens of type 1 and a row a sequence, and nobody follows them: such as are most, and any other travels alone.
+    Each is admitted, answered, failed and cancelled as if it were alone. All are of one model, without tokens of type
+    1, spans and traces. Most requests are like that; any other travels alone.
     """
 
     fingerprint: str
-    # [requests, 9] of each what its fields of these names say: request_id, deadline_ns, the number of its lane among
-    # LANES, tenant, opens, dimensions, normalize, the number of its encoding; and how many sequences are its.
+    # [requests, 9] the fields of each request: request_id, deadline_ns, index of its lane in LANES, tenant, opens,
+    # dimensions, normalize, number of its encoding, number of its sequences.
     asked: Int64Matrix
     token_ids: Int32Vector  # [tokens], all sequences of all requests one after the other
     lengths: Int32Vector  # [sequences]
@@ -46,7 +46,7 @@ class Requests:
         check_tokens(self.lengths, self.token_ids)
         if self.asked.shape[1] != 9 or not 1 <= len(self.asked) <= MAX_REQUESTS:
             raise ValueError(f"needs nine numbers of each of 1 to {MAX_REQUESTS} requests")
-        # Python's own minimum and maximum: of so few numbers numpy's take longer.
+        # Python's minimum and maximum, since numpy's take longer for so few numbers.
         rows = self.asked.tolist()
         _, _, lanes, _, opens, dimensions, normalize, encodings, num_sequences = zip(*rows, strict=True)
         if min(map(min, rows)) < 0:
@@ -62,13 +62,13 @@ class Requests:
 
     @staticmethod
     def may_hold(request: Request) -> bool:
-        """Whether a request can be one of them, together with others of its model."""
+        """Whether a request can travel together with others of its model."""
         return not (len(request.type_starts) or len(request.span_counts) or len(request.times_ns))
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Requests:
-        """Requests that `may_hold` is true of, at most MAX_REQUESTS, all of one model."""
-        assert all(map(cls.may_hold, requests)), "of such a request something would not travel"
+        """Put requests together: at most MAX_REQUESTS of one model, each as `may_hold` allows."""
+        assert all(map(cls.may_hold, requests)), "a request whose spans, types or times would be lost"
         assert len({request.fingerprint for request in requests}) == 1, "requests of several models"
         asked = [
             (
@@ -92,7 +92,7 @@ class Requests:
         )
 
     def each(self) -> Iterator[Request]:
-        """They as they were, in their order; their arrays are views."""
+        """The requests as they were, in order. Their arrays are views."""
         encodings = list(ENCODINGS)
         token_offsets = list(accumulate(self.lengths.tolist(), initial=0))
         first = 0
@@ -120,7 +120,7 @@ class Requests:
                 encodings[encoding],
                 self.token_ids[token_offsets[first] : token_offsets[last]],
                 self.lengths[first:last],
-                NO_NUMBERS,  # given, since to make a default takes a call
+                NO_NUMBERS,  # passed, since a default takes a call
                 NO_NUMBERS,
                 NO_SPANS,
                 NO_TIMES,
@@ -130,7 +130,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class _CheckedRequest(Request):
-    """One of a Requests, which has been looked at as a whole: again for each would take longer than all else of it."""
+    """A request from a Requests, which was checked as a whole. To check each again would take longer than the rest."""
 
     def __post_init__(self) -> None:
         pass
@@ -138,11 +138,10 @@ class _CheckedRequest(Request):
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """What a batch gave several requests of one gateway, a row each: short queries, for which a message each costs more
-    than what is in it."""
+    """The rows of several requests of one gateway from one batch, one row for each request."""
 
     step_us: int
-    answers: Int64Matrix  # [requests, 3]: of each its request_id, first_row and queue_us, as in a Reply
+    answers: Int64Matrix  # [requests, 3]: request_id, first_row and queue_us of each, as in a Reply
     rows: ByteMatrix  # [requests, row bytes]
 
     def __post_init__(self) -> None:
@@ -151,12 +150,12 @@ class Replies:
 
     @classmethod
     def of(cls, replies: Sequence[Reply]) -> Replies:
-        """Replies of one row each, of one batch."""
+        """Put replies together: of one batch, with one row each."""
         answers = [(reply.request_id, reply.first_row, reply.queue_us) for reply in replies]
         rows = np.concatenate([reply.rows for reply in replies])
         return cls(replies[0].step_us, np.array(answers, dtype=np.int64), rows)
 
     def each(self) -> Iterator[Reply]:
-        """They as they were."""
+        """The replies as they were."""
         for index, (request_id, first_row, queue_us) in enumerate(self.answers.tolist()):
             yield Reply(request_id, first_row, queue_us, self.step_us, self.rows[index : index + 1])

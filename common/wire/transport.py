@@ -1,18 +1,17 @@
-"""ZeroMQ sockets, opened one way. Every option below answers a trap that was measured with libzmq 4.3.5.
+"""ZeroMQ sockets and their options. Each option below avoids a trap that was measured with libzmq 4.3.5.
 
-The scheduler binds two `Router`s (gateways, workers); peers connect with a `Dealer`. All on `ipc://` in a folder of
-mode 0700 that only this user can enter. Sends never block: a full or missing peer is an answer, not a wait. A
-successful send proves nothing (a dying peer takes it along); what must not be lost stays in the sender's own ledger.
+The scheduler binds two `Router`s (for gateways and workers); peers connect with a `Dealer`. All use `ipc://` in the run
+folder, which only this user can enter. A send never blocks: that a peer is gone or full is its result. A successful
+send proves nothing, since a dying peer loses what it has received. So the sender keeps a ledger of what must not be
+lost.
 
-Each socket is owned by the loop that polls it, and closed by that owner.
+The loop that polls a socket owns it and closes it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import stat
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from common.errors import VersionMismatch
 from common.wire.codec import Frame, Message, decode, encode
 from common.wire.rows import MAX_FRAME_BYTES
 
-_HIGH_WATER_MARK = 4096  # messages; a backstop behind the credits, never 0, which means unlimited
+_HIGH_WATER_MARK = 4096  # messages; the credits keep below it. Never 0, which means unlimited
 
 
 class PeerGone(Exception):
@@ -30,62 +29,11 @@ class PeerGone(Exception):
 
 
 class PeerStuck(Exception):
-    """The peer does not read: its pipe is full."""
-
-
-class AddressInUse(Exception):
-    """Another scheduler serves this run folder."""
-
-
-def address(run_dir: str, side: str) -> str:
-    """The endpoint of one side ("gateways" or "workers") of the scheduler of a run folder."""
-    path = Path(run_dir).resolve() / f"{side}.sock"
-    if len(str(path)) > 107:
-        raise ValueError(f"--run-dir {run_dir} is too long: a socket path may have 107 bytes; use a shorter one")
-    return f"ipc://{path}"
-
-
-def prepare_run_dir(run_dir: str) -> None:
-    """Make the run folder, for this user alone.
-
-    Raises:
-        PermissionError: it belongs to somebody else, whose files could be swapped under us, or is everybody's.
-        OSError: it cannot be made.
-    """
-    path = Path(run_dir)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise type(error)(f"--run-dir {run_dir} cannot be made: {error.strerror}; choose another folder") from None
-    status = path.stat()
-    if status.st_uid != os.getuid():
-        raise PermissionError(f"--run-dir {run_dir} belongs to another user; choose a folder of your own")
-    if stat.S_IMODE(status.st_mode) & 0o002:
-        raise PermissionError(f"--run-dir {run_dir} is writable by everybody; choose a folder of your own")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        path.chmod(0o700)
-
-
-class Lock:
-    """An flock on a file of the run folder, held while this process lives: one process a role and slot.
-
-    Needed since a second process that binds the same ipc path takes it over silently, without an error on either side.
-    """
-
-    def __init__(self, run_dir: str, name: str) -> None:
-        self._file = os.open(Path(run_dir) / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._file)
-            raise AddressInUse(f"another {name} runs in {run_dir}; stop it, or use another --run-dir") from None
-
-    def close(self) -> None:
-        os.close(self._file)
+    """The pipe to the peer is full, since it does not read."""
 
 
 class Router:
-    """The scheduler's end: knows each peer by a routing id that is drawn anew at every start of a peer.
+    """The scheduler's end. It knows each peer by a routing id, which the peer draws anew at every start.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
@@ -96,9 +44,9 @@ class Router:
         self._path = Path(endpoint.removeprefix("ipc://"))
         self.socket = context.socket(zmq.ROUTER)
         _set_common_options(self.socket)
-        # A send to a peer that is gone or full must fail; by default it is dropped without a word.
+        # A send to a peer that is gone or full must fail; by default it is dropped silently.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # 0: a name already in use cannot be taken over; with fresh names nobody needs to.
+        # 0: no peer can take over a routing id in use. Since each draws a fresh one, none needs to.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self.socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
         self._bind()
@@ -115,16 +63,16 @@ class Router:
             raise
 
     def receive(self) -> tuple[bytes, Message] | None:
-        """The next message and who sent it; None when nothing waits.
+        """The next message and its sender; None if nothing waits.
 
         Raises:
-            ProtocolError: what came is no message; it was taken off the socket. A VersionMismatch names its peer.
+            ProtocolError: the frames are no message; they are off the socket now. A VersionMismatch names its peer.
         """
         try:
             peer = self.socket.recv(_LAST)
         except zmq.Again:
             return None
-        frames = _receive(self.socket)  # at least one: a ROUTER puts the peer before what there is
+        frames = _receive(self.socket)  # at least one: a ROUTER puts the peer before the frames
         try:
             return peer, decode(frames)
         except VersionMismatch as error:
@@ -132,10 +80,10 @@ class Router:
             raise
 
     def ensure_bound(self) -> bool:
-        """Bind again if the socket's file was deleted or replaced. True when that was needed.
+        """Bind again if the socket's file was deleted or replaced. Returns whether that was needed.
 
-        Who is connected stays so: the old address is not unbound, which would cut off all who came by it. It keeps a
-        descriptor instead, until the end.
+        Connected peers stay connected: the old address is not unbound, which would disconnect them. It keeps one
+        descriptor until the end instead.
         """
         try:
             if self._path.stat().st_ino == self._inode:
@@ -155,7 +103,7 @@ class Router:
 
 
 class Dealer:
-    """A gateway's or worker's end."""
+    """The end of a gateway or a worker."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, role: str) -> None:
         self._context = context
@@ -165,11 +113,11 @@ class Dealer:
 
     @property
     def fd(self) -> int:
-        """Readable at an edge: when it is, take everything (`receive` until None). Changes with `reconnect`."""
+        """Edge-triggered: when it is readable, call `receive` until None. It changes with `reconnect`."""
         return int(self.socket.getsockopt(zmq.FD))
 
     def send(self, message: Message) -> bool:
-        """Whether a connected scheduler took the message into its pipe; False now means try after its next word."""
+        """Send, and return whether a scheduler's pipe took the message. If not, try after its next message."""
         try:
             _send(self.socket, encode(message))
         except zmq.Again:
@@ -177,10 +125,10 @@ class Dealer:
         return True
 
     def receive(self) -> Message | None:
-        """The next message; None when nothing waits.
+        """The next message; None if nothing waits.
 
         Raises:
-            ProtocolError: what came is no message; it was taken off the socket.
+            ProtocolError: the frames are no message; they are off the socket now.
         """
         try:
             frames = _receive(self.socket)
@@ -189,21 +137,20 @@ class Dealer:
         return decode(frames)
 
     def reconnect(self) -> None:
-        """Come back as somebody new: after being fenced off, the old name is never heard again."""
+        """Connect again under a new routing id: a scheduler that has fenced off the old one never hears it again."""
         self.close()
         self.socket = self._connect()
 
     def close(self, linger_ms: int = 0) -> None:
-        """`linger_ms`: how long last words may take to leave."""
+        """Close the socket. Last messages may take `linger_ms` to leave."""
         self.socket.close(linger=linger_ms)
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         _set_common_options(socket)
-        # A fixed name is a black hole: while the old connection is not yet seen dead, all that the new one sends is
-        # swallowed, for good.
+        # With a fixed id, all messages of the new connection are lost for good until the old one is seen to be dead.
         socket.setsockopt(zmq.ROUTING_ID, self._role.encode() + b"." + secrets.token_bytes(8))
-        # Without it a DEALER hoards messages for a dead scheduler and hands stale ones to the next.
+        # Without it a DEALER keeps messages for a dead scheduler, and hands the stale ones to the next.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 25)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
@@ -212,18 +159,18 @@ class Dealer:
 
 
 def now_ns() -> int:
-    """CLOCK_MONOTONIC: the one clock that all processes of a host share and nobody sets."""
+    """CLOCK_MONOTONIC, which all processes of a host share and nobody sets."""
     return time.monotonic_ns()
 
 
-# pyzmq's `send_multipart` looks at every frame in Python first, and its `recv_multipart` asks the socket after each
-# whether there are more: of three small frames they take 4.9 and 5.4 µs, the functions below 1.2 and 3.1 (2026-11-30,
-# 2-core VM).
+# pyzmq's `send_multipart` checks every frame in Python first, and its `recv_multipart` asks the socket after each frame
+# for more. For three small frames they take 4.9 and 5.4 µs; `_send` and `_receive` take 1.2 and 3.1 (2026-11-30, 2-core
+# VM).
 _send_frame = zmq.backend.Socket.send
 _LAST = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
-# A larger frame is read where ZeroMQ has put it.
+# A larger frame is not copied but read in ZeroMQ's memory.
 _COPIED_BYTES = 32 * 1024
 
 
@@ -235,27 +182,27 @@ def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
-    """The frames of a message, or what is left of one. Raises zmq.Again: nothing waits."""
+    """The remaining frames of a message. Raises zmq.Again: nothing waits."""
     frames: list[Frame] = []
     more = True
     while more:
         frame = socket.recv(_LAST, copy=False)
         frames.append(frame.bytes if len(frame) <= _COPIED_BYTES else frame.buffer)
-        more = frame.more  # a message arrives whole: what follows is there
+        more = frame.more  # a message arrives whole: the next frames are there
     return frames
 
 
 def _set_common_options(socket: zmq.Socket[bytes]) -> None:
-    # One unclosed socket with messages left would hang the context's end for ever.
+    # Otherwise one unclosed socket with unsent messages would block the end of the context for ever.
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-    # Not flow control: an unfinished multipart message counts against nothing, which is why only this user may connect
-    # at all.
+    # No protection against memory use: an unfinished multipart message counts against no limit. So only this user may
+    # connect at all.
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     # The default of 30 s lets half-open connections fill the file table.
     socket.setsockopt(zmq.HANDSHAKE_IVL, 1000)
-    # Sees a frozen process (not a hung Python: libzmq's own thread answers these).
+    # They detect a frozen process, but not a hung Python: libzmq's own thread answers them.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TTL, 2000)

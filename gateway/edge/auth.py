@@ -24,6 +24,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from common.errors import EX_CONFIG, AuthenticationFailed, Forbidden
+from common.lanes import BACKFILL, ONLINE
 
 if TYPE_CHECKING:
     from aiohttp import web  # `hedgerow serve` looks at a file of keys by this module, without half a second of imports
@@ -52,7 +53,7 @@ class Key:
 
     digest: bytes  # SHA-256 of the key
     name: str | None = None  # under which its tokens are counted
-    lane: str = "online"  # the best that its requests may run in
+    lane: str = ONLINE  # the best that its requests may run in
     tokens_per_minute: int | None = None
 
     @property
@@ -61,9 +62,7 @@ class Key:
         return int.from_bytes(self.digest[:8]) >> 1 or 1
 
     @classmethod
-    def of(
-        cls, key: str, *, name: str | None = None, lane: str = "online", tokens_per_minute: int | None = None
-    ) -> Key:
+    def of(cls, key: str, *, name: str | None = None, lane: str = ONLINE, tokens_per_minute: int | None = None) -> Key:
         return cls(_digest(key), name, lane, tokens_per_minute)
 
 
@@ -111,7 +110,7 @@ def settle_lane(key: Key | None, asked: str | None, usual: str) -> str:
     Raises:
         Forbidden: its key may not.
     """
-    if key is None or key.lane == "online":
+    if key is None or key.lane == ONLINE:
         return asked or usual
     if asked is not None and asked != key.lane:
         raise Forbidden(
@@ -196,7 +195,7 @@ def _parse_line(line: bytes) -> Key | None:
     return Key.of(
         key,
         name=_parse_name(values.get("name")),
-        lane=_parse_lane(values.get("lane", "online")),
+        lane=_parse_lane(values.get("lane", ONLINE)),
         tokens_per_minute=_parse_tokens(values.get("tokens_per_minute")),
     )
 
@@ -208,7 +207,7 @@ def _parse_name(text: str | None) -> str | None:
 
 
 def _parse_lane(text: str) -> str:
-    if text not in {"online", "backfill"}:
+    if text not in {ONLINE, BACKFILL}:
         raise ValueError("lane= needs online or backfill")
     return text
 

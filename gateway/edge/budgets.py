@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import RateLimited
+from common.run_dir import RunDir
 from gateway.edge.auth import Key
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Budgets:
 
     def __init__(self, run_dir: str, *, lock_timeout_s: float = 0.01) -> None:
         self._lock_timeout_s = lock_timeout_s
-        self._folder = Path(run_dir) / "budgets"
+        self._folder = RunDir(run_dir).budgets
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()[:36]
         self._unkept: set[bytes] = set()  # digests of keys whose files cannot be used, as the log has said
 

@@ -19,9 +19,9 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from pathlib import Path
 
-from common.log import Seldom
+from common.log import RateLimitedLog
+from common.run_dir import RunDir
 from common.wire.transport import now_ns
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ConnectionCounts:
         self._place = 4 * slot
         self._fd: int | None = None
         try:
-            self._fd = os.open(Path(run_dir) / "connections", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(RunDir(run_dir).connections, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             logger.warning("gateways cannot share connections evenly: %s", error)
 
@@ -96,7 +96,7 @@ class Acceptor:
         self._least: int | None = None  # what the one with the fewest has said last
         self._num_left = 0  # since then, in a row, of those that were left to it
         self._starting: set[asyncio.Task[object]] = set()
-        self._short = Seldom(logger)
+        self._short = RateLimitedLog(logger)
         sock.setblocking(False)
         self._counts.least_of_others(0)
         self._loop.add_reader(sock, self._on_waiting)

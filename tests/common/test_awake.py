@@ -15,8 +15,9 @@ import pytest
 from common.config import ProcessConfig
 from common.deploy import awake as keeping
 from common.errors import EX_CONFIG, EX_FAILURE
+from common.hardware import check_keep_awake
 
-COMMAND = [sys.executable, "-c", "import sys; from common.deploy.launch import main; sys.exit(main())", "awake"]
+COMMAND = [sys.executable, "-c", "import sys; from common.deploy.cli import main; sys.exit(main())", "awake"]
 
 
 def children_of(pid: int) -> list[int]:
@@ -62,11 +63,11 @@ def test_cores_are_kept_awake_only_where_their_time_is_all_ours(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr("common.deploy.awake.usable_cpus", lambda: 4)
-    keeping.check_cores()
-    monkeypatch.setattr("common.deploy.awake.usable_cpus", lambda: 3)
+    monkeypatch.setattr("common.hardware.usable_cpus", lambda: 4)
+    check_keep_awake()
+    monkeypatch.setattr("common.hardware.usable_cpus", lambda: 3)
     with pytest.raises(ValueError, match="leave it out"):
-        keeping.check_cores()
+        check_keep_awake()
     assert keeping.main(ProcessConfig(run_dir="unused"), lambda: None) == EX_CONFIG  # by hand, too
     assert "leave it out" in caplog.text
 
@@ -105,9 +106,10 @@ def test_it_pauses_all_the_time_so_that_the_kernel_does_not_take_a_core_for_busy
 
 @pytest.mark.slow
 def test_where_nothing_can_give_way_nothing_runs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(keeping, "_SPIN", "raise SystemExit(1)")
+    (tmp_path / "spin.py").write_text("raise SystemExit(1)")
+    monkeypatch.setattr(keeping, "_SPIN", tmp_path / "spin.py")
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         assert keeping.main(ProcessConfig(run_dir="unused"), lambda: None) == EX_FAILURE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -109,3 +110,16 @@ def test_a_user_without_a_home_has_a_cache_of_its_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
 
     assert load(WorkerConfig, [], {}).cache_dir.endswith(f"hedgerow-cache-{os.getuid()}")
+
+
+def test_each_flag_of_serve_stands_under_the_process_that_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(ServeConfig, ["--help"], {})
+    _, serve, gateway, scheduler, worker, process = re.split(r"\n\w+ flags:\n", capsys.readouterr().out)
+    assert "--gateways N" in serve
+    assert "--workers VALUE" in serve
+    assert "--max-inputs N" in gateway
+    assert "--max-queue-ms N" in scheduler
+    assert "--dtype" in worker
+    assert "--workers" not in worker
+    assert "--log-dir VALUE" in process

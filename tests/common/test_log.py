@@ -68,18 +68,16 @@ def test_what_cannot_be_written_is_counted_and_told_of_when_there_is_room_again(
     assert ended.stderr == ""
     assert lines[0].endswith("x: before")
     assert lines[-3].endswith("x: after")
-    assert lines[-2].endswith(
-        "WARNING worker-0 common.log: 300 log records could not be written when they came: File too large"
-    )
+    assert lines[-2].endswith("WARNING worker-0 common.log: 300 log records could not be written: File too large")
     assert lines[-1].endswith("x: later")
 
 
 def test_lines_that_a_peer_can_cause_at_will_come_once_a_second_and_say_how_many_did_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    seldom = log.Seldom(logging.getLogger("x"))
+    limited = log.RateLimitedLog(logging.getLogger("x"))
     for ms in (5_000, 5_001, 5_999, 6_000, 6_500, 9_000, 10_000):
-        seldom.log(logging.WARNING, ms * 1_000_000, "at %d ms", ms)
+        limited.log(logging.WARNING, ms * 1_000_000, "at %d ms", ms)
     assert [record.getMessage() for record in caplog.records] == [
         "at 5000 ms",
         "at 6000 ms (and 2 more before it)",

@@ -13,8 +13,9 @@ import pytest
 import zmq
 
 from common.errors import ProtocolError
+from common.run_dir import RunDir
 from common.wire.messages import Beat, Cancel
-from common.wire.transport import AddressInUse, Dealer, Lock, PeerGone, Router, address, prepare_run_dir
+from common.wire.transport import Dealer, PeerGone, Router
 
 Context = zmq.Context[zmq.Socket[bytes]]
 NOBODY = 65534
@@ -29,15 +30,15 @@ def context() -> Iterator[Context]:
 
 @pytest.fixture
 def router(run_dir: str, context: Context) -> Iterator[Router]:
-    prepare_run_dir(run_dir)
-    router = Router(context, address(run_dir, "workers"))
+    RunDir(run_dir).prepare()
+    router = Router(context, RunDir(run_dir).address("workers"))
     yield router
     router.close()
 
 
 @pytest.fixture
 def dealer(context: Context, run_dir: str) -> Iterator[Dealer]:
-    dealer = Dealer(context, address(run_dir, "workers"), "w")
+    dealer = Dealer(context, RunDir(run_dir).address("workers"), "w")
     yield dealer
     dealer.close()
 
@@ -77,9 +78,9 @@ def test_a_send_to_a_peer_that_left_says_so(router: Router, dealer: Dealer) -> N
 
 
 def test_a_send_without_a_scheduler_is_false_and_hoards_nothing(run_dir: str, context: Context, dealer: Dealer) -> None:
-    prepare_run_dir(run_dir)
+    RunDir(run_dir).prepare()
     assert not dealer.send(Beat(1, 1))
-    router = Router(context, address(run_dir, "workers"))
+    router = Router(context, RunDir(run_dir).address("workers"))
     wait_until_connected(dealer)
     assert not router.socket.poll(50)
     router.close()
@@ -112,7 +113,7 @@ def test_a_deleted_socket_file_is_bound_again_for_newcomers_and_who_is_connected
 
     assert router.ensure_bound()
 
-    newcomer = Dealer(context, address(run_dir, "workers"), "w")
+    newcomer = Dealer(context, RunDir(run_dir).address("workers"), "w")
     wait_until_connected(newcomer)
     newcomer.close()
     router.send(peer, Cancel(3))
@@ -133,42 +134,6 @@ def test_who_was_connected_stays_so_when_a_deleted_socket_file_is_bound_again(
     assert not monitor.poll(200)
     dealer.socket.disable_monitor()
     monitor.close()
-
-
-def test_a_second_process_of_one_place_is_refused_until_the_first_lets_go(run_dir: str) -> None:
-    prepare_run_dir(run_dir)
-    lock = Lock(run_dir, "scheduler")
-    with pytest.raises(AddressInUse, match="scheduler"):
-        Lock(run_dir, "scheduler")
-    lock.close()
-    Lock(run_dir, "scheduler").close()
-
-
-def test_the_run_folder_is_for_its_user_alone(run_dir: str) -> None:
-    os.makedirs(run_dir, mode=0o755)
-    prepare_run_dir(run_dir)
-    assert Path(run_dir).stat().st_mode & 0o777 == 0o700
-
-
-def test_a_run_folder_that_everybody_can_write_to_is_refused_and_left_alone(run_dir: str) -> None:
-    Path(run_dir).mkdir()
-    Path(run_dir).chmod(0o1777)
-    with pytest.raises(PermissionError, match="everybody"):
-        prepare_run_dir(run_dir)
-    assert Path(run_dir).stat().st_mode & 0o7777 == 0o1777
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_run_folder_of_another_user_is_refused(run_dir: str) -> None:
-    os.makedirs(run_dir)
-    os.chown(run_dir, 65534, 65534)
-    with pytest.raises(PermissionError, match="another user"):
-        prepare_run_dir(run_dir)
-
-
-def test_a_run_folder_whose_sockets_would_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="too long"):
-        address("/tmp/" + "x" * 120, "workers")
 
 
 # A process of another user that connects, and says hello as ZeroMQ does: what became of it.

@@ -36,7 +36,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from common.config import WorkerConfig
-from common.deploy.launch import run_process
+from common.deploy.process import run_process
 from common.metrics import Metrics, open_metrics
 from common.wire.messages import Batch, ModelFacts, cu_seqlens
 from tests.fakes import FACTS, TokenIds, oracle_rows

@@ -23,6 +23,7 @@ import numpy as np
 import zmq
 
 from common.errors import ProtocolError, VersionMismatch
+from common.run_dir import RunDir
 from common.wire.codec import Message, decode
 from common.wire.messages import (
     PROTOCOL_VERSION,
@@ -39,7 +40,7 @@ from common.wire.messages import (
     Result,
     Welcome,
 )
-from common.wire.transport import Dealer, address
+from common.wire.transport import Dealer
 from tests.fakes import FACTS
 from tests.rogue import mutated
 
@@ -145,7 +146,7 @@ class Strangers:
         return 0
 
     def _dealer(self, side: str) -> Dealer:
-        dealer = Dealer(self._context, address(self._run_dir, side), "x")
+        dealer = Dealer(self._context, RunDir(self._run_dir).address(side), "x")
         assert dealer.socket.poll(5000, zmq.POLLOUT)
         return dealer
 

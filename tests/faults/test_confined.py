@@ -109,7 +109,7 @@ def test_a_full_disk_fails_no_request_and_is_named_where_a_process_starts(folder
     assert said["unwritten"] >= 1
     assert "Traceback" not in said["console"]
     assert said["status"] == 1
-    assert "has no room for metrics: No space left on device; make some" in said["said"].splitlines()[-1]
+    assert "has no room for metrics: No space left on device; free some space" in said["said"].splitlines()[-1]
     assert "Traceback" not in said["said"]
     report(f"G3: {answered} answered; {texts[0]}")
 

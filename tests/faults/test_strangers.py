@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from common.run_dir import RunDir
 from common.wire.messages import PROTOCOL_VERSION, Goodbye, Join, Welcome
-from common.wire.transport import Dealer, address
+from common.wire.transport import Dealer
 from tests.faults.conftest import Report, StartTrial
 from tests.faults.promises import quantile
 from tests.faults.rig import OracleSuite
@@ -150,7 +151,7 @@ def join(suite: OracleSuite) -> float:
     """Join as a gateway, and leave; the seconds until it was let in."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     begun_s = time.monotonic()
-    dealer = Dealer(context, address(str(suite.run_dir), "gateways"), "g")
+    dealer = Dealer(context, RunDir(str(suite.run_dir)).address("gateways"), "g")
     try:
         assert dealer.socket.poll(5000, zmq.POLLOUT)
         dealer.send(Join(PROTOCOL_VERSION, "newcomer", os.getpid()))

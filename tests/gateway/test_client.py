@@ -21,10 +21,10 @@ from common.errors import (
     ShuttingDown,
     Unavailable,
 )
+from common.lanes import LANES
 from common.metrics import Metrics
 from common.wire.codec import Message
 from common.wire.messages import (
-    LANES,
     Batch,
     BatchFailed,
     Beat,

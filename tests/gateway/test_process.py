@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 _COUNT = """
 import os, sys
-from common.config import bound_tokenizer_threads
+from common.text.tokenization import bound_tokenizer_threads
 from tokenizers import Tokenizer, models, pre_tokenizers
 before = len(os.listdir("/proc/self/task"))
 bound_tokenizer_threads(int(sys.argv[1]))

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.wire.messages import LANES, Request
+from common.lanes import LANES
+from common.wire.messages import Request
 from scheduler.batching import BatchQueue, Part, Pending, Shares
 
 

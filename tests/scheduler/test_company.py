@@ -12,8 +12,9 @@ import random
 import numpy as np
 import pytest
 
+from common.lanes import LANES
 from common.metrics import Metrics
-from common.wire.messages import LANES, Batch, Failure, Reply, Request
+from common.wire.messages import Batch, Failure, Reply, Request
 from common.wire.rows import ENCODINGS
 from tests.fakes import DIMENSIONS, oracle_row
 from tests.scheduler.test_core import Rig, make_request

@@ -21,6 +21,7 @@ import zmq
 
 from common.config import SchedulerConfig
 from common.metrics import Metrics
+from common.run_dir import RunDir
 from common.wire.codec import Frame, Message, encode
 from common.wire.messages import (
     PROTOCOL_VERSION,
@@ -37,7 +38,7 @@ from common.wire.messages import (
     Welcome,
 )
 from common.wire.packing import Replies, Requests
-from common.wire.transport import Dealer, address, now_ns, prepare_run_dir
+from common.wire.transport import Dealer, now_ns
 from scheduler.server import Server, _Timer
 from scheduler.state import ToWorker
 from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_vector
@@ -52,7 +53,7 @@ class Gateway:
 
     def __init__(self, run_dir: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.dealer = Dealer(self.context, address(run_dir, "gateways"), "g")
+        self.dealer = Dealer(self.context, RunDir(run_dir).address("gateways"), "g")
         assert self.dealer.socket.poll(5000, zmq.POLLOUT)
         self.dealer.send(Join(PROTOCOL_VERSION, "gateway-0", os.getpid()))
 
@@ -96,7 +97,7 @@ def test_garbage_is_counted_and_everybody_else_is_served(
     rng = random.Random(1)
     template = encode(make_request(1, [1, 2, 3]))
     for side in ("gateways", "workers"):
-        stranger = Dealer(gateway.context, address(run_dir, side), "x")
+        stranger = Dealer(gateway.context, RunDir(run_dir).address(side), "x")
         assert stranger.socket.poll(5000, zmq.POLLOUT)
         for _ in range(300):
             frames = [bytearray(frame) for frame in template][: rng.randint(1, 3)]
@@ -117,11 +118,11 @@ def test_garbage_is_counted_and_everybody_else_is_served(
 def test_a_worker_that_took_its_leave_is_not_lost_where_a_message_to_it_fails_before_its_last_words_are_read(
     run_dir: str, metrics: Metrics
 ) -> None:
-    prepare_run_dir(run_dir)
+    RunDir(run_dir).prepare()
     server = Server(SchedulerConfig(run_dir=run_dir), metrics)
     losses = metrics.worker_losses.labels("disconnected")._value.get()
     gateway = Gateway(run_dir)
-    worker = Dealer(gateway.context, address(run_dir, "workers"), "w")
+    worker = Dealer(gateway.context, RunDir(run_dir).address("workers"), "w")
     assert worker.socket.poll(5000, zmq.POLLOUT)
 
     def turn_until(condition: Callable[[], object]) -> None:
@@ -180,7 +181,7 @@ class Turns:
     """A scheduler whose turns are taken by hand: a gateway and a worker have joined."""
 
     def __init__(self, run_dir: str, metrics: Metrics) -> None:
-        prepare_run_dir(run_dir)
+        RunDir(run_dir).prepare()
         self.server = Server(SchedulerConfig(run_dir=run_dir), metrics)
         self._gateways, self._workers = Inbox(), Inbox()
         for side, inbox in ((self.server._gateways, self._gateways), (self.server._workers, self._workers)):
@@ -390,7 +391,7 @@ def test_a_peer_of_this_version_is_taken_in_and_one_of_another_is_told_why_not_w
 ) -> None:
     start_scheduler()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = Dealer(context, address(run_dir, role), "x")
+    dealer = Dealer(context, RunDir(run_dir).address(role), "x")
     try:
         assert dealer.socket.poll(5000, zmq.POLLOUT)
         dealer.socket.send_multipart(introduction(role, version))

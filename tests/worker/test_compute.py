@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from common.config import WorkerConfig
+from common.errors import EX_DEVICE_LOST, EX_STUCK
 from common.metrics import Metrics
 from common.wire.messages import Batch, BatchFailed, ModelFacts, Result, StepTimes
 from tests.fakes import FACTS, RunningScheduler
@@ -25,7 +26,6 @@ from tests.timing import assert_in_time
 from worker.batch.lazy import DeviceLost, Progress, Rows
 from worker.process.compute import Broken, Compute, Outcome, Ready, _Step, _times_of
 from worker.process.server import Server
-from worker.process.state import EXIT_DEVICE_LOST, EXIT_STUCK
 
 
 class FakeRows:
@@ -379,7 +379,7 @@ def test_a_step_that_does_not_end_ends_the_worker_and_the_log_says_where_it_is_w
 ) -> None:
     start_scheduler()
 
-    assert serve_one(run_dir, metrics, FakeEngine(at_once=False), token=5, max_step_s=0.9) == EXIT_STUCK
+    assert serve_one(run_dir, metrics, FakeEngine(at_once=False), token=5, max_step_s=0.9) == EX_STUCK
 
     told = [record for record in caplog.records if "a step has not ended" in record.getMessage()]
     assert len(told) == 2
@@ -395,4 +395,4 @@ def test_a_lost_device_ends_the_worker_with_its_own_status(
 ) -> None:
     start_scheduler()
 
-    assert serve_one(run_dir, metrics, FakeEngine(at_once=True), token=3, max_step_s=60.0) == EXIT_DEVICE_LOST
+    assert serve_one(run_dir, metrics, FakeEngine(at_once=True), token=3, max_step_s=60.0) == EX_DEVICE_LOST

@@ -161,7 +161,7 @@ def test_a_size_that_no_memory_holds_is_told_without_asking_for_memory(tmp_path:
 
 
 def hedgerow_inspect(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from common.deploy.launch import main; sys.exit(main())", "inspect"]
+    command = [sys.executable, "-c", "import sys; from common.deploy.cli import main; sys.exit(main())", "inspect"]
     return subprocess.run(
         [*command, *arguments],
         capture_output=True,

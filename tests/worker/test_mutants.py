@@ -425,7 +425,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-HEDGEROW = "import sys; from common.deploy.launch import main; sys.exit(main())"
+HEDGEROW = "import sys; from common.deploy.cli import main; sys.exit(main())"
 
 
 @pytest.mark.slow

@@ -18,9 +18,10 @@ import pytest
 import zmq
 
 from common.metrics import render
+from common.run_dir import RunDir
 from common.wire.codec import Message
 from common.wire.messages import PROTOCOL_VERSION, BatchFailed, Beat, Goodbye, Hello, Ping, Refuse, Result
-from common.wire.transport import PeerGone, Router, address, prepare_run_dir
+from common.wire.transport import PeerGone, Router
 from tests.models import bert_config, bert_tensors, edit_json, make_batch, random_sequences, write_bert
 from tests.reference import BertReference
 from tests.timing import assert_in_time
@@ -35,10 +36,10 @@ class WorkerProcess:
     """A worker and the scheduler's end of its connection."""
 
     def __init__(self, run_dir: str, model: Path | str, *flags: str) -> None:
-        prepare_run_dir(run_dir)
+        RunDir(run_dir).prepare()
         self.run_dir = run_dir
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.router = Router(self._context, address(run_dir, "workers"))
+        self.router = Router(self._context, RunDir(run_dir).address("workers"))
         self.peer = b""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEDGEROW_")}
         self.process = subprocess.Popen(
@@ -318,7 +319,7 @@ def test_a_batch_that_is_sent_twice_is_answered_once(shared: WorkerProcess, epoc
 
 def test_a_scheduler_that_comes_back_hears_of_the_worker_at_once(shared: WorkerProcess, epoch: int) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    endpoint = address(shared.run_dir, "workers")
+    endpoint = RunDir(shared.run_dir).address("workers")
     shared.router.close()
     time.sleep(0.6)  # as long as a scheduler takes to start
     shared.router = Router(context, endpoint)
@@ -425,9 +426,9 @@ Server(WorkerConfig(run_dir=sys.argv[1]), Metrics(), Engine, lambda: None, max_s
 
 
 def test_a_process_whose_python_hangs_is_ended_though_no_scheduler_kills_it(run_dir: str) -> None:
-    prepare_run_dir(run_dir)
+    RunDir(run_dir).prepare()
     with zmq.Context() as context, subprocess.Popen([sys.executable, "-c", _HANGS, run_dir]) as process:
-        router = Router(context, address(run_dir, "workers"))
+        router = Router(context, RunDir(run_dir).address("workers"))
         assert router.socket.poll(PATIENCE_S * 1000)
         received = router.receive()
         assert received is not None

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias, cast
 
+from common.errors import EX_CONFIG
 from worker.checkpoint.architectures import check_architecture, check_own_code, is_pplx, makes_chunks, read_hidden_size
 from worker.checkpoint.files import JsonFile, ModelError, sha256_of
 from worker.checkpoint.modules import (
@@ -456,7 +457,7 @@ def main() -> int:
         Checkpoint.read(Path(folder), cast("Task", task))
     except ModelError as error:
         sys.stderr.write(f"{error}\n")
-        return 78
+        return EX_CONFIG
     return 0
 
 

@@ -4,7 +4,7 @@ Everything that a start would refuse is found but what only the numbers tell: of
 headers is read, and compared with the model built on torch's meta device, which holds shapes alone. A start ends at the
 first problem; this goes on as far as it can, since whoever repairs a folder wants the whole list.
 
-Run as `python -m worker.process.inspection NAME FOLDER TASK text|json`; `common.deploy.launch` finds the folder.
+Run as `python -m worker.process.inspection NAME FOLDER TASK text|json`; `common.deploy.cli` finds the folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from common.errors import EX_CONFIG
 from common.text.tokenization import load_tokenizer
 from worker.checkpoint.declared import Checkpoint, read_architecture
 from worker.checkpoint.files import JsonFile, ModelError, read_file
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from worker.checkpoint.scoring import Task
     from worker.models.interface import Model
 
-EXIT_SERVABLE = 0
-EXIT_REFUSED = 78  # as a start that refuses the model
 
 _DIGEST_LENGTH = 16  # of what is shown of a SHA-256
 _LABEL_WIDTH = 20
@@ -265,7 +264,7 @@ def main() -> int:
     text = inspection.to_json() if form == "json" else inspection.to_text()
     # As bytes: a name or a prompt may hold what the terminal's encoding, or any, does not.
     sys.stdout.buffer.write(f"{text}\n".encode(errors="backslashreplace"))
-    return EXIT_SERVABLE if inspection.servable else EXIT_REFUSED
+    return 0 if inspection.servable else EX_CONFIG
 
 
 if __name__ == "__main__":

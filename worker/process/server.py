@@ -17,16 +17,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 
-from common.config import usable_cpus, visible_cuda_devices
+from common.environment import visible_cuda_devices
 from common.errors import ProtocolError
-from common.log import Seldom
+from common.hardware import usable_cpus
+from common.log import RateLimitedLog
 from common.metrics import Metrics, open_metrics
 from common.model_location import find_model
+from common.run_dir import RunDir
 from common.wire import transport
 from common.wire.codec import Message
 from worker.engine.driver import wake
@@ -69,7 +70,7 @@ class Server:
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self._profiler = StepProfiler(Path(config.run_dir, f"worker-{config.slot}.trace.json"))
+        self._profiler = StepProfiler(RunDir(config.run_dir).trace(f"worker-{config.slot}"))
         self._compute = Compute(build, metrics, self._profiler)
         self._max_step_s = max_step_s
         self._core = Worker(
@@ -83,7 +84,7 @@ class Server:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer: transport.Dealer | None = None  # from Ready on
-        self._odd = Seldom(logger)  # what comes that is no message
+        self._bad_messages = RateLimitedLog(logger)  # what comes that is no message
         self._signals = 0
         self._signals_told = 0  # of those, to the core
         self._next_watch_s = 0.0
@@ -137,7 +138,7 @@ class Server:
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if isinstance(outcome, Ready):
-            endpoint = transport.address(self._config.run_dir, "workers")
+            endpoint = RunDir(self._config.run_dir).address("workers")
             self._dealer = transport.Dealer(self._context, endpoint, "worker")
             self._core.on_ready(outcome.facts, self._dealer)
         elif isinstance(outcome, Broken):
@@ -152,7 +153,7 @@ class Server:
             try:
                 message = self._dealer.receive()
             except ProtocolError as error:
-                self._odd.log(logging.WARNING, transport.now_ns(), "a message that cannot be read: %s", error)
+                self._bad_messages.log(logging.WARNING, transport.now_ns(), "a message that cannot be read: %s", error)
                 self._metrics.protocol_errors.labels("worker").inc()
                 continue
             if message is None:

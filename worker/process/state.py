@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from common.errors import EX_BUSY, EX_CONFIG, EX_DEVICE_LOST, EX_FAILURE, EX_STUCK
 from common.metrics import Metrics
 from common.model_location import ModelNotFound
 from common.wire.codec import Message
@@ -36,12 +37,6 @@ from worker.batch.lazy import DeviceLost
 from worker.checkpoint.files import ModelError
 
 logger = logging.getLogger(__name__)
-
-EXIT_BUG = 1
-EXIT_STUCK = 70  # a step does not end; only a new process can use the device again
-EXIT_DEVICE_LOST = 71  # the device answers nothing but errors; likewise
-EXIT_REFUSED = 75  # somebody else has this place; a later try may succeed
-EXIT_CONFIGURATION = 78  # the model or the configuration is wrong; another try is in vain
 
 MAX_STEP_S = 60.0  # the scheduler gives up sooner; this is for a scheduler that has started since, and knows nothing
 _LONG_STEP_PART = 3  # at this part of that the log says where a step is: the scheduler ends us without a word
@@ -140,13 +135,13 @@ class Worker:
         """The device will run nothing any more, or never could."""
         if isinstance(error, (ModelNotFound, ModelError)):
             logger.error("%s", error)
-            self.status = EXIT_CONFIGURATION
+            self.status = EX_CONFIG
         elif isinstance(error, DeviceLost):
             logger.critical("%s; a new process may find it well again", error)
-            self.status = EXIT_DEVICE_LOST
+            self.status = EX_DEVICE_LOST
         else:
             logger.critical("the worker has failed", exc_info=error)
-            self.status = EXIT_BUG
+            self.status = EX_FAILURE
 
     def on_outcome(self, outcome: StepTimes | Result | BatchFailed, now_s: float) -> None:
         """A batch has ended; of one that is followed its times come right before."""
@@ -216,7 +211,7 @@ class Worker:
 
     def _on_refuse(self, refuse: Refuse) -> None:
         logger.error("the scheduler refuses this worker (%s): %s", refuse.code, refuse.message)
-        self.status = EXIT_REFUSED if refuse.code == "duplicate_name" else EXIT_CONFIGURATION
+        self.status = EX_BUSY if refuse.code == "duplicate_name" else EX_CONFIG
 
     def _drop_all(self) -> None:
         self._device.drop_queued()
@@ -271,7 +266,7 @@ class Worker:
         if self.status is not None or began_s is None or now_s - began_s < self._max_step_s / _LONG_STEP_PART:
             return False
         if now_s - began_s >= self._max_step_s:
-            self.status = EXIT_STUCK
+            self.status = EX_STUCK
         elif began_s == self._told_of_s:
             return False
         self._told_of_s = began_s
