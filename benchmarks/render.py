@@ -25,9 +25,9 @@ import numpy as np
 import orjson
 
 from common.wire.messages import ModelFacts
-from gateway.client import Rows
 from gateway.formats import EncodingFormat
 from gateway.model_requests import ModelOutput
+from gateway.open_request import Rows
 from gateway.routes.openai import render
 
 NUM_TURNS = 50

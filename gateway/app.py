@@ -45,7 +45,7 @@ from common.text.tokenization import TokenIds
 from common.wire.messages import ModelFacts, Spans, max_rows
 from common.wire.transport import now_ns
 from gateway import openapi
-from gateway.client import Embedded, OpenRequest, Options, Readiness, Rows, SchedulerClient
+from gateway.client import SchedulerClient
 from gateway.edge import cors
 from gateway.edge.auth import Key, KeyCheck, settle_lane
 from gateway.edge.body import BodyLimits, read_body
@@ -70,8 +70,10 @@ from gateway.model_requests import (
     read_fields,
 )
 from gateway.models import Models, ServedModel
+from gateway.open_request import Embedded, OpenRequest, Options, Rows
 from gateway.routes import operations, operations_by_path, pages
 from gateway.schema import Fields, parse_object, unsupported
+from gateway.status import Readiness
 from gateway.tokenizing import Model, Threads
 from gateway.trace import RequestTrace
 
@@ -584,9 +586,7 @@ class Gateway:
 
     def _settled(self, readiness: Readiness) -> Readiness:
         """The same while this process serves: of one that stops nothing is ready."""
-        if self._draining:
-            return replace(readiness, status="draining", reason="This gateway is stopping.")
-        return readiness
+        return readiness.draining() if self._draining else readiness
 
     def _asked_about(self, call: Call) -> ServedModel:
         """The model that a question is about. Raises NotFound."""

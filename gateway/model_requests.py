@@ -21,8 +21,8 @@ from common.errors import InvalidRequest, ServiceError
 from common.text.pairs import PairNames
 from common.text.tokenization import NameOf, Tokenizer, TruncationRule
 from common.wire.messages import OWN_PAIRS, ModelFacts
-from gateway.client import Rows
 from gateway.formats import Logits, RowFormat
+from gateway.open_request import Rows
 from gateway.schema import (
     Fields,
     check_list,

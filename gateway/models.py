@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from common.errors import Overloaded
-from gateway.client import Readiness, SchedulerClient
+from gateway.client import SchedulerClient
 from gateway.schema import is_served, model_not_found
+from gateway.status import Readiness
 from gateway.tokenizing import Encoder, Threads
 
 
@@ -114,15 +115,7 @@ class Models:
 
     def readiness(self) -> Readiness:
         """Of several together: ready where each is. The reason names those that are not."""
-        found = {name: served.readiness() for name, served in self.by_name.items()}
-        missing = {name: one for name, one in found.items() if one.status != "ready"}
-        statuses = {one.status for one in missing.values()}
-        return Readiness(
-            "ready" if not missing else "unavailable" if "unavailable" in statuses else "starting",
-            sum(one.workers_ready for one in found.values()),
-            sum(one.workers_total for one in found.values()),
-            " ".join(f"{name}: {one.reason}" for name, one in missing.items()),
-        )
+        return Readiness.of_all({name: served.readiness() for name, served in self.by_name.items()})
 
     def start(self) -> None:
         """Begin to talk to the schedulers, on the running loop."""

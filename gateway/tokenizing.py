@@ -32,8 +32,8 @@ from common.text.pairs import EncodeDocuments, Pair, PairNames, PairTokenizer, p
 from common.text.tokenization import NameOf, TokenIds, Tokenizer, TruncationRule
 from common.wire.messages import ModelFacts, Spans
 from common.wire.transport import now_ns
-from gateway.client import Status
 from gateway.model_requests import EmbeddingRequest, Inputs, LabelsRequest, LocalRequest, PairsRequest
+from gateway.status import Status
 
 logger = logging.getLogger(__name__)
 

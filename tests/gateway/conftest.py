@@ -20,8 +20,9 @@ from common.errors import Overloaded, ServiceError
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
 from gateway.app import Gateway
-from gateway.client import Embedded, Options, Readiness
 from gateway.edge.auth import Key, KeyCheck
+from gateway.open_request import Embedded, Options
+from gateway.status import Readiness
 from tests.fakes import FACTS
 
 DIMENSIONS = 12

@@ -40,7 +40,9 @@ from common.wire.messages import (
 from common.wire.packing import Replies, Requests
 from common.wire.rows import INT8
 from common.wire.transport import now_ns
-from gateway.client import Embedded, Ledger, OpenRequest, Options, SchedulerClient
+from gateway.client import SchedulerClient
+from gateway.ledger import Ledger
+from gateway.open_request import Embedded, OpenRequest, Options
 from gateway.trace import RequestTrace
 from tests.fakes import (
     DIMENSIONS,

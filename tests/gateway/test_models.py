@@ -15,7 +15,8 @@ from common.config import GatewayConfig
 from common.metrics import Metrics
 from common.wire.messages import Batch, ModelFacts, Result
 from gateway.app import Gateway
-from gateway.client import Readiness, SchedulerClient
+from gateway.client import SchedulerClient
+from gateway.status import Readiness
 from tests.browser import Browser
 from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_row
 from tests.gateway.conftest import Serve, Stub, listening_socket, vector, with_tokenizer

@@ -1,0 +1,35 @@
+"""What is true of this gateway and of each of its models: whether it can serve, and if not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Status = Literal["ready", "starting", "draining", "unavailable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether requests can be served."""
+
+    status: Status
+    workers_ready: int
+    workers_total: int
+    reason: str  # one sentence; empty when ready
+
+    @classmethod
+    def of_all(cls, models: Mapping[str, Readiness]) -> Readiness:
+        """All models together, each by its name: ready if each of them is. The reason names those that are not."""
+        missing = {name: one for name, one in models.items() if one.status != "ready"}
+        statuses = {one.status for one in missing.values()}
+        return cls(
+            "ready" if not missing else "unavailable" if "unavailable" in statuses else "starting",
+            sum(one.workers_ready for one in models.values()),
+            sum(one.workers_total for one in models.values()),
+            " ".join(f"{name}: {one.reason}" for name, one in missing.items()),
+        )
+
+    def draining(self) -> Readiness:
+        """The same for a gateway that is stopping: nothing is ready there."""
+        return replace(self, status="draining", reason="This gateway is stopping.")
