@@ -29,6 +29,7 @@ class SchedulerClient:
     """The ledger on a running event loop. One DEALER socket, owned here; `close` closes it."""
 
     def __init__(self, run_dir: str, name: str, metrics: Metrics, *, model: str | None = None) -> None:
+        self.model = model
         self.on_facts: Callable[[ModelFacts], None] | None = None  # called on the loop when facts come or change
         self.on_refused: Callable[[], object] | None = None  # called on the loop: another try is in vain
         self._metrics = metrics

@@ -59,12 +59,10 @@ async def _serve(
     config: GatewayConfig, metrics: Metrics, keys: KeyCheck, sock: socket.socket, on_ready: Callable[[], None]
 ) -> int:
     name = f"gateway-{config.slot}"
-    of_models = {
-        model: SchedulerClient(model_run_dir(config.run_dir, model), name, metrics, model=model)
-        for model in config.models
-    }
-    clients = list(of_models.values()) or [SchedulerClient(config.run_dir, name, metrics)]
-    gateway = Gateway(config, of_models or clients[0], metrics, keys=keys)
+    clients = [
+        SchedulerClient(_run_dir(config, model), name, metrics, model=model) for model in config.models or (None,)
+    ]
+    gateway = Gateway(config, clients, metrics, keys=keys)
     stop, stop_now, hangup = asyncio.Event(), asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -103,6 +101,11 @@ async def _serve(
     if any(client.refused for client in clients):
         return EX_CONFIG
     return 0 if not stop_now.is_set() else 1
+
+
+def _run_dir(config: GatewayConfig, model: str | None) -> str:
+    """Where a model's scheduler is: the folder of a model without a name is the suite's."""
+    return config.run_dir if model is None else model_run_dir(config.run_dir, model)
 
 
 async def _renew(config: GatewayConfig, keys: KeyCheck, hangup: asyncio.Event) -> None:

@@ -19,15 +19,18 @@ class Readiness:
     reason: str  # one sentence; empty when ready
 
     @classmethod
-    def of_all(cls, models: Mapping[str, Readiness]) -> Readiness:
-        """All models together, each by its name: ready if each of them is. The reason names those that are not."""
+    def of_all(cls, models: Mapping[str | None, Readiness]) -> Readiness:
+        """All models together, each by its name: ready if each of them is. The reason names those that are not.
+
+        One without a name is not named.
+        """
         missing = {name: one for name, one in models.items() if one.status != "ready"}
         statuses = {one.status for one in missing.values()}
         return cls(
             "ready" if not missing else "unavailable" if "unavailable" in statuses else "starting",
             sum(one.workers_ready for one in models.values()),
             sum(one.workers_total for one in models.values()),
-            " ".join(f"{name}: {one.reason}" for name, one in missing.items()),
+            " ".join(one.reason if name is None else f"{name}: {one.reason}" for name, one in missing.items()),
         )
 
     def draining(self) -> Readiness:
