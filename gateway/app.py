@@ -1,12 +1,12 @@
-"""The gateway: routes, what is true of every answer, start and stop.
+"""The gateway: its routes, what every answer has in common, start and stop.
 
-A request goes one way: `_handle` (id, key, route) → a route's handler → a dialect's `parse` → `Encoder` →
-`SchedulerClient.submit` → the dialect's `render` → back through `_handle`, which turns whatever was raised into the
-error body and puts the headers on. aiohttp's own router and middlewares are left out: with a few fixed paths a
-dictionary is enough, and at thousands of requests a second they cost as much as everything here together.
+A request goes one way: `_handle` (id, key, route) → `_run` (body, model) → a dialect's `parse` → `Executor.run` → the
+dialect's `render` → back through `_handle`, which turns an exception into the error body and writes the headers.
+aiohttp's own router and middlewares are not used. A dictionary is enough for a few fixed paths, and at thousands of
+requests a second they would cost as much as everything in this file.
 
-Stopping: readiness goes off and nothing more is accepted, but what has arrived, or arrives on a connection that is
-already open, is answered, with `Connection: close`.
+A gateway that stops is not ready and accepts no connection. It still answers each request that has arrived, or arrives
+on an open connection, with `Connection: close`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from gateway.tokenizing import Model
 
 logger = logging.getLogger(__name__)
 
-_SPARE_FILES = 64  # descriptors for everything that is no client's connection
+_SPARE_FILES = 64  # descriptors for everything but clients' connections
 _MODELS_PATH = "/v1/models"
 
 T = TypeVar("T")
@@ -87,7 +87,8 @@ class _Route:
 class Gateway:
     """The HTTP side of a running event loop.
 
-    `clients` are the schedulers' of its models, the default's first; they are started and closed here.
+    Args:
+        clients: one for each model, the default's first. The gateway starts and closes them.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Gateway:
     ) -> None:
         self._config = config
         self._metrics = metrics
-        # A label's own metric is found again by what it is called: 2 µs each.
+        # Cached, since finding a label's own metric by its name takes 2 µs.
         self._requests_of, self._seconds_of = cache(metrics.requests.labels), cache(metrics.request_seconds.labels)
         self._keys = keys or KeyCheck()
         self._executor = Executor(config, metrics)
@@ -143,29 +144,29 @@ class Gateway:
         self._model_route = _Route(_MODELS_PATH + "/{id}", {"GET": self._one_model, "HEAD": self._one_model})
 
     async def start(self, sock: socket.socket) -> None:
-        """Serve on a listening socket, which is this object's from here on."""
+        """Serve on a listening socket, which the gateway owns from now on."""
         self._models.start()
         counts = ConnectionCounts(self._config.run_dir, self._config.slot)
         self._acceptor = Acceptor(sock, self._server, lambda: self._server.num_open, counts)
 
     async def wait_loaded(self) -> None:
-        """Return when the tokenizers of the facts that were told last are loaded, or cannot be."""
+        """Return when no tokenizer is being loaded."""
         await self._models.wait_loaded()
 
     async def drain(self) -> None:
-        """Accept nothing more; return when what was accepted is answered, or cut off at the end of its time."""
+        """Accept no connection; return when every request is answered, or cut off at the end of the drain's time."""
         self._draining = True
         if self._acceptor is not None:
             await self._acceptor.close()
         await self._server.drain(self._config.drain_timeout_s)
 
     def abort(self) -> None:
-        """Stop waiting: cut off every connection."""
+        """Cut off every connection at once."""
         self._draining = True
         self._server.abort()
 
     async def close(self) -> None:
-        """Let go of threads and sockets. Comes after `drain`."""
+        """Close threads and sockets. Call `drain` first."""
         if self._acceptor is not None:
             await self._acceptor.close()
         self._server.abort()
@@ -182,21 +183,21 @@ class Gateway:
             response = await self._answer(call, route)
         except ServiceError as error:
             if isinstance(error, InternalError):
-                logger.error(  # noqa: TRY400  # of the cause alone, where there is one, is the traceback of use
+                logger.error(  # noqa: TRY400  # only the traceback of a cause is of use
                     "request %s failed: %s", call.request_id, error, exc_info=error.__cause__
                 )
             response = self._refusal(call, error)
-            # Its frames hold the future that holds it, and a body: free now, not when garbage is looked for.
+            # Its frames hold a body, and the future that holds the error: free them now, without the garbage collector.
             error.__traceback__ = None
         except asyncio.CancelledError:
-            # The connection is gone, and with it whoever would read an answer.
+            # The connection is gone, so no client would read an answer.
             self._metrics.clients_gone.inc()
             self._count(pattern, 499)
             logger.debug("request %s: 499, its client left", call.request_id)
             raise
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # the one request fails, not its connection: a panic in Rust is no Exception
+        except BaseException:  # the request fails, not its connection; a panic in Rust is no Exception
             logger.exception("request %s failed", call.request_id)
             response = self._refusal(call, InternalError("This server failed; its log says why under the request id."))
         total_us = (now_ns() - call.start_ns) // 1000
@@ -214,7 +215,7 @@ class Gateway:
     async def _answer(self, call: Call, route: _Route | None) -> web.Response:
         request = call.request
         if request.method == "OPTIONS" and route is not None:
-            # A browser's preflight brings no key. For a page that is not allowed it is 405, as any OPTIONS is.
+            # A browser's preflight has no key. A page that is not allowed gets 405, as does any other OPTIONS.
             preflight = cors.preflight_headers(self._origins, request.headers, route.handlers)
             if preflight is not None:
                 return web.Response(status=204, headers=preflight)
@@ -234,7 +235,7 @@ class Gateway:
         return route
 
     def _refusal(self, call: Call, error: ServiceError) -> web.Response:
-        # Where the next request begins is unknown: its body was not read to its end, or may not be sent at all.
+        # The start of the next request is unknown: this body was not read to its end, or may never be sent.
         unread = isinstance(error, TooLarge | RequestTimeout | BadRequest) or "Expect" in call.request.headers
         call.closes = call.closes or unread
         return web.Response(body=render_error(error), status=error.status, headers=error_headers(error))
@@ -267,12 +268,12 @@ class Gateway:
             return await self._answer_from_model(call, model, parsed)
 
     async def _read(self, call: Call) -> tuple[Fields, int]:
-        """The fields of a body, among them the model that is meant where a header names it; the body's size."""
+        """The fields of a body, with the header's model if the body names none; the body's size in bytes."""
         call.set_deadline(self._config)
         try:
             body = await read_body(call.request, self._body_limits, call.remaining_s, call.held.grow_body_to)
         except Overloaded:
-            call.closes = True  # rather than read what there is no room for, to find the next request behind it
+            call.closes = True  # there is no room to read the rest of the body
             raise
         fields = await self._parsed(call, partial(parse_object, body), len(body))
         if self._models.is_multi_model and "X-Model" in call.request.headers:
@@ -301,12 +302,12 @@ class Gateway:
         return _json(await self._rendered(call, partial(json_list, answers), sum(map(len, answers)), JOIN_ON_LOOP))
 
     async def _parsed(self, call: Call, parse: Callable[[], T], size_bytes: int) -> T:
-        """What `parse` makes of a body, on a thread where it is larger than what the loop may stop for."""
+        """What `parse` returns. It runs on a thread if the body is large."""
         with call.parse:
             return parse() if size_bytes <= PARSE_ON_LOOP else await self._threads.run(parse)
 
     async def _rendered(self, call: Call, render: Callable[[], T], size: int, size_on_loop: int) -> T:
-        """What `render` makes, on a thread where that is larger than what the loop may stop for."""
+        """What `render` returns. It runs on a thread if the answer is larger than `size_on_loop`."""
         with call.render:
             return render() if size <= size_on_loop else await self._threads.run(render)
 
@@ -330,11 +331,11 @@ class Gateway:
         return response
 
     def _settled(self, readiness: Readiness) -> Readiness:
-        """The same while this process serves: of one that stops nothing is ready."""
+        """The same, unless this gateway is stopping."""
         return readiness.draining() if self._draining else readiness
 
     def _asked_about(self, call: Call) -> ServedModel:
-        """The model that a question is about. Raises NotFound."""
+        """The model that the header names, or the default. Raises NotFound."""
         return self._models.find(call.request.headers.get("X-Model"))
 
     async def _list_models(self, call: Call) -> web.Response:
@@ -367,7 +368,7 @@ def _max_connections(config: GatewayConfig) -> int:
 
 
 def _octets(rows: Rows, matrix: Matrix) -> web.Response:
-    """Rows as they are, little-endian, one after the other. Raises NonfiniteOutput."""
+    """The bytes of the rows, little-endian, one row after the other. Raises NonfiniteOutput."""
     check_finite(rows, matrix.name_of)
     rows = as_written(rows, matrix.row_format)
     headers = {

@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the gateway: its id, key, deadline, timing, and what its answer's headers say."""
+"""One HTTP request on its way through the gateway: its id, key, deadline, timing, and the headers of its answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.trace import RequestTrace
 
 
 class Stage:
-    """How long a part of a request takes: as a context, what runs within it, also where that fails."""
+    """The time that a part of a request takes: that of every `with` block, also of one that raises."""
 
     __slots__ = ("_entered_ns", "began_ns", "ended_ns", "us")
 
@@ -34,7 +34,7 @@ class Stage:
 
 
 class Call:
-    """An HTTP request, from the moment at which its header was read."""
+    """An HTTP request, whose time counts from when its header was read."""
 
     __slots__ = (
         "closes",
@@ -60,16 +60,16 @@ class Call:
         self.start_ns = now_ns()
         self.request = request
         raw_path = request.raw_path
-        # As it was sent: /v1/%65mbeddings or //v1/embeddings is no route, whatever it would decode to.
+        # The path as it was sent: /v1/%65mbeddings or //v1/embeddings is no route, whatever it decodes to.
         path = (raw_path if raw_path.startswith("/") else request.rel_url.raw_path).partition("?")[0]
-        self.path = path[:-1] if len(path) > 1 and path.endswith("/") else path  # one trailing slash says nothing
+        self.path = path[:-1] if len(path) > 1 and path.endswith("/") else path  # one trailing slash is ignored
         self.request_id = request_id_of(request.headers.get("X-Request-Id"))
         self.deadline_ns = 0
-        self.fingerprint: str | None = None  # of the model that has run
-        self.held: Held  # once it is admitted: the bytes that it holds
-        self.served: ServedModel  # once its body is read: the model that is asked
+        self.fingerprint: str | None = None  # of the model, set when its work is submitted
+        self.held: Held  # the bytes that it holds; set when it is admitted
+        self.served: ServedModel  # the model that it means; set when its body is read
         self.key: Key | None = None
-        self.closes = False  # its answer is the connection's last
+        self.closes = False  # whether its answer closes the connection
         self.lane = ""
         self.parse, self.tokenize, self.render = Stage(), Stage(), Stage()
         self.queue_us = self.step_us = 0
@@ -77,16 +77,16 @@ class Call:
 
     @property
     def tenant(self) -> int:
-        """Whose request it is: a number for each key, 0 where none is needed."""
+        """The number of its key; 0 if no key is needed."""
         return 0 if self.key is None else self.key.tenant
 
     @property
     def remaining_s(self) -> float:
-        """How long until its deadline."""
+        """The time until its deadline."""
         return (self.deadline_ns - now_ns()) / 1e9
 
     def set_deadline(self, config: GatewayConfig) -> None:
-        """The deadline that its header asks for, or the usual one.
+        """Take the deadline from its header, or the configured one.
 
         Raises:
             InvalidRequest: invalid_header.
@@ -101,12 +101,12 @@ class Call:
                     code="invalid_header",
                     param="X-Request-Timeout-Ms",
                 )
-            # By length first: int() refuses thousands of digits.
+            # The length is checked first: int() refuses thousands of digits.
             timeout_ms = maximum if len(text.lstrip("0")) > 15 else min(int(text), maximum)
         self.deadline_ns = self.start_ns + timeout_ms * 1_000_000
 
     def write_headers(self, headers: MutableMapping[str, str], total_us: int) -> None:
-        """What every answer says of its request, which took `total_us`."""
+        """Write the headers that every answer has. The request took `total_us`."""
         parse, tokenize, render = self.parse, self.tokenize, self.render
         timing = server_timing(parse.us, tokenize.us, self.queue_us, self.step_us, render.us, total_us)
         headers["X-Request-Id"] = self.request_id

@@ -21,19 +21,22 @@ from gateway.status import Readiness
 
 logger = logging.getLogger(__name__)
 
-# A tick that is late by less is the ordinary jitter of a busy machine.
+# A tick that is late by less than this is the usual jitter of a busy machine.
 _LAG_NS = 500_000_000
 
 
 class SchedulerClient:
-    """The ledger on a running event loop. One DEALER socket, owned here; `close` closes it."""
+    """The ledger on a running event loop. It owns one DEALER socket, which `close` closes.
+
+    `model` is the name of the model that the scheduler serves; None if its workers tell.
+    """
 
     def __init__(self, run_dir: str, name: str, metrics: Metrics, *, model: str | None = None) -> None:
         self.model = model
-        self.on_facts: Callable[[ModelFacts], None] | None = None  # called on the loop when facts come or change
-        self.on_refused: Callable[[], object] | None = None  # called on the loop: another try is in vain
+        self.on_facts: Callable[[ModelFacts], None] | None = None  # called on the loop when facts arrive or change
+        self.on_refused: Callable[[], object] | None = None  # called on the loop; trying again is useless
         self._metrics = metrics
-        self._odd = Seldom(logger)  # what comes that is no message
+        self._bad_messages = Seldom(logger)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = Dealer(self._context, address(run_dir, "gateways"), "g")
         self._ledger = Ledger(name, self._dealer.send, metrics, now_ns(), model=model)
@@ -41,16 +44,16 @@ class SchedulerClient:
         self._tick_handle: asyncio.TimerHandle | None = None
         self._next_reconnect_ns = 0
         self._tick_due_ns = now_ns()
-        self._receive_handle: asyncio.Handle | None = None  # where it is due with the end of this turn of the loop
+        self._receive_handle: asyncio.Handle | None = None  # set if `_receive` is due at the end of this turn
 
     @property
     def facts(self) -> ModelFacts | None:
-        """The model's facts; None until the first worker of the fleet has been ready."""
+        """The model's facts; None until a first worker has been ready."""
         return self._ledger.facts
 
     @property
     def refused(self) -> bool:
-        """Whether the scheduler will not have this gateway: another version, say."""
+        """Whether the scheduler refuses this gateway, for example because of its version."""
         return self._ledger.refused is not None
 
     def readiness(self) -> Readiness:
@@ -63,7 +66,7 @@ class SchedulerClient:
         self._tick()
 
     async def close(self) -> None:
-        """Leave. Requests that are still held fail with ShuttingDown: let them finish first."""
+        """Leave the scheduler and close the socket. Open requests fail with ShuttingDown: let them finish first."""
         self._ledger.abandon()
         self._dealer.send(Goodbye("the gateway was told to stop"))
         if self._loop is not None:
@@ -75,10 +78,10 @@ class SchedulerClient:
         self._context.term()
 
     def check_queue(self, lane: str, tenant: int) -> None:
-        """Pass unless the queue is known to be full for such a request, before anything is done for it.
+        """Pass unless the queue is known to be full for such a request. Ask before any work is done for it.
 
         Raises:
-            Overloaded: it is. It tells when to try again.
+            Overloaded: the queue is full; the error says when to try again.
         """
         self._ledger.check_queue(lane, tenant, now_ns())
 
@@ -90,19 +93,19 @@ class SchedulerClient:
         type_starts: Sequence[int] | npt.NDArray[np.int32] | None = None,
         spans: Sequence[Spans] | None = None,
     ) -> Embedded:
-        """The vectors of sequences of token ids, in their order, as `options` asks for them.
+        """The rows of sequences of token ids, in their order, as `options` asks for them.
 
-        When the caller's task is cancelled, so is the work.
+        If the caller's task is cancelled, the work is cancelled too.
 
         Args:
-            type_starts: where the tokens of type 1 begin within each sequence, its length where it has none.
-            spans: of each sequence, int32 [rows, 2], at least one row: where each span that is pooled starts and stops
-                within it. Without them, each sequence makes one row over all of its tokens.
+            type_starts: for each sequence, where its tokens of type 1 begin; its length if it has none.
+            spans: for each sequence, int32 [rows, 2], at least one row: the start and stop of each span that is pooled.
+                None: each sequence makes one row of all its tokens.
 
         Raises:
             Overloaded, Unavailable, DeadlineExceeded, NonfiniteOutput, InputTooLarge, InternalError: see errors.py;
-                `param` names the sequence at fault where there is one.
-            InvalidRequest: one sequence has more spans than any result holds.
+                `param` names the sequence at fault, if there is one.
+            InvalidRequest: a sequence has more spans than any result holds.
         """
         assert self._loop is not None, "start() comes first"
         request = OpenRequest.of(sequences, options, type_starts=type_starts, spans=spans)
@@ -113,7 +116,7 @@ class SchedulerClient:
         try:
             self._ledger.open(request, now_ns())
             if self._receive_handle is None:
-                # Which sends all that is opened before it runs.
+                # It sends every request that is opened before it runs.
                 self._receive_handle = self._loop.call_soon(self._receive)
             return await request.future
         finally:
@@ -121,22 +124,22 @@ class SchedulerClient:
             self._ledger.close(request)
 
     def _receive(self) -> None:
-        """Send what has been opened, and take everything that waits.
+        """Send the short requests that have been opened, and take in every message that waits.
 
-        ZeroMQ's descriptor signals an edge, and a send may consume it: so this also runs after every send.
+        ZeroMQ's descriptor signals an edge, and a send may consume it. So this also runs after every send.
         """
         self._forget_receive()
         facts, refused = self._ledger.facts, self._ledger.refused
         while True:
             try:
-                self._ledger.flush()  # what a message has made room for, too
+                self._ledger.flush()  # also the pieces that the last message made room for
                 message = self._dealer.receive()
                 if message is None:
                     break
                 self._ledger.on_message(message, now_ns())
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels("gateway").inc()
-                self._odd.log(logging.WARNING, now_ns(), "a message of the scheduler was dropped: %s", error)
+                self._bad_messages.log(logging.WARNING, now_ns(), "a message of the scheduler was dropped: %s", error)
         if self._ledger.facts is not facts and self._ledger.facts is not None and self.on_facts is not None:
             self.on_facts(self._ledger.facts)
         if self._ledger.refused is not None and refused is None and self.on_refused is not None:
@@ -148,10 +151,10 @@ class SchedulerClient:
             self._receive_handle = None
 
     def _note_time(self) -> None:
-        """See whether this process stood still (stopped, starved).
+        """Notice whether this process stood still (was stopped, or starved of CPU).
 
-        For two seconds, and the transport has given the connection up: what it brought is lost, and the scheduler has
-        to be joined again before it is heard.
+        After two seconds the transport has given the connection up. Messages on it are lost, and this gateway has to
+        join the scheduler again.
         """
         now = now_ns()
         lag_ns = now - self._tick_due_ns

@@ -1,7 +1,7 @@
-"""From a parsed request to the model's output: tokenized, charged, submitted, waited for, and counted.
+"""From a parsed request to the model's output: tokenize, charge the key, submit, wait, and count.
 
-There is one method for each kind of request. A request for vectors may be `partial`: then inputs that fail are left out
-and the others run again.
+There is one method for each kind of request. A request for embeddings may be `partial`: then an input that fails is
+left out, and the others run again.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from gateway.model_requests import (
 from gateway.open_request import Embedded, OpenRequest, Options
 from gateway.tokenizing import Model, TokenizedInputs, TokenizedPairs
 
-# Of a partial request, each without one more of the inputs that the model fails on.
+# How often a partial request may run again, each time without one more input that failed.
 _MAX_RERUNS = 64
 
-# How a failure names a sequence: its place among those that were submitted.
+# How an error names a sequence: by its index among those submitted.
 _SEQUENCE = re.compile(r"input\[(\d+)\]")
 
 T = TypeVar("T")
 
 
 class Executor:
-    """Runs the requests of one gateway, each on the model that its call has found."""
+    """Runs the requests of one gateway. Each runs on its call's model, in its call's lane."""
 
     def __init__(self, config: GatewayConfig, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -68,7 +68,12 @@ class Executor:
         return await self._methods[type(request)](call, model, request)
 
     async def answer_locally(self, call: Call, model: Model, request: LocalRequest) -> list[bytes]:
-        """What the gateway's own tokenizer says of each input, as JSON. Raises as `run` does."""
+        """What the gateway's own tokenizer answers for each input, as JSON.
+
+        Raises:
+            DeadlineExceeded: it took too long.
+            InvalidRequest, InternalError: see `RequestTokenizer`.
+        """
         return await _in_time(call, call.served.tokenizer.answer_locally(model, request))
 
     # --- one method for each kind of request ---
@@ -115,10 +120,7 @@ class Executor:
     async def _run_good_inputs(
         self, call: Call, model: Model, request: EmbeddingRequest, tokenized: TokenizedInputs
     ) -> list[Embedded]:
-        """The rows of all inputs in each encoding; of a partial request, of those that the model does not fail on.
-
-        The others are dropped from `tokenized`.
-        """
+        """The rows of all inputs, in each encoding. A partial request drops inputs that fail from `tokenized`."""
         runs = [request, *(replace(request, encoding=other, normalize=False) for other in request.more_encodings)]
         num_reruns = 0
         while True:
@@ -133,8 +135,8 @@ class Executor:
                 error.param = request.inputs.name_of(tokenized.places[sequence])
                 if not request.partial or num_reruns >= _MAX_RERUNS:
                     raise
-                # The scheduler answers a request as a whole: the others run again, which is rare and costs their key
-                # nothing more.
+                # The scheduler answers a request as a whole, so the other inputs run again. This is rare and costs the
+                # key nothing.
                 tokenized.drop({sequence: error.with_traceback(None)})
                 num_reruns += 1
 
@@ -154,10 +156,10 @@ class Executor:
         return ModelOutput(embedded.rows[pairs.places], model.facts, num_tokens, call.request_id)
 
     def _charge(self, call: Call, sequences: list[TokenIds], *, num_runs: int = 1) -> int:
-        """Take what a request will have run from its key's budget: once, before any of it runs. Its tokens in one run.
+        """Charge all runs of a request to its key, before the first. Returns the number of tokens of one run.
 
         Raises:
-            RateLimited: there is less left.
+            RateLimited: the key has too few tokens left.
         """
         num_tokens = sum(map(len, sequences))
         if call.key is not None:
@@ -190,7 +192,7 @@ class Executor:
         try:
             embedded = await call.served.client.submit(sequences, options, type_starts=type_starts, spans=spans)
         except ServiceError:
-            call.held.shrink(num_bytes)  # of a `partial` request what is good runs again
+            call.held.shrink(num_bytes)  # a partial request may run again
             raise
         call.queue_us += embedded.queue_us
         call.step_us += embedded.step_us
@@ -202,7 +204,7 @@ class Executor:
 
 
 async def _in_time(call: Call, tokenization: Awaitable[T]) -> T:
-    """What it comes to before the deadline. Raises DeadlineExceeded."""
+    """Await a tokenization until the call's deadline. Raises DeadlineExceeded."""
     try:
         with call.tokenize:
             async with asyncio.timeout(call.remaining_s):
@@ -214,6 +216,6 @@ async def _in_time(call: Call, tokenization: Awaitable[T]) -> T:
 
 
 def _sequence_of(error: ServiceError) -> int | None:
-    """The place, among those that were submitted, of the sequence that a failure names."""
+    """The index, among those submitted, of the sequence that an error names; None if it names none."""
     found = _SEQUENCE.fullmatch(error.param or "")
     return None if found is None else int(found[1])

@@ -1,13 +1,13 @@
-"""The gateway's side of the scheduler: every request that was accepted is kept here until it is answered.
+"""The ledger: every accepted request stays in it until it is answered. No I/O; time is an argument.
 
-`Ledger` is the state machine (messages and time in, messages out); `SchedulerClient` gives it a socket, the event loop
-and futures. The ledger is what makes a scheduler's death harmless: whatever was not answered is sent again to the
-next one. A long request is cut into pieces, and only so many wait at the scheduler at once; the rest stays here, so
-that one big request never fills the queue for others.
+`Ledger` is the state machine (messages and time in, messages out); `SchedulerClient` gives it a socket and the event
+loop. The ledger makes the death of a scheduler harmless: it sends every unanswered request again to the next one. A
+long request is cut into pieces, and a window bounds how many tokens of it wait at the scheduler. The rest stays here,
+so that one big request never fills the queue for others.
 
-Short requests that are opened in the same turn of the event loop leave in one message, since the scheduler, of which
-there is one, then takes half as long for each. Under load many are, since a turn hears many clients; a lone one leaves
-with the end of its turn, without a timer. All else stays each one's own: its id, deadline, answer.
+Short requests that are opened in the same turn of the event loop leave in one message. The one scheduler then needs
+half the time for each. Under load a turn opens many requests; a lone request leaves at the end of its turn, without a
+timer. Each keeps its own id, deadline and answer.
 """
 
 from __future__ import annotations
@@ -58,31 +58,31 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 
-# While the scheduler is away: as often as its socket may come back.
+# The tick while the scheduler is away: as often as its socket may come back.
 _JOIN_TICK_S = 0.05
 
-# Three pulses missed: ask again to join. A restarted scheduler does not know us and stays mute until then.
+# After three missed pulses, ask again to join. A restarted scheduler does not know us and stays mute until then.
 _REJOIN_NS = 700_000_000
 
-# Silent for so long, the scheduler hangs: what is held stays held, new requests are better told at once. The transport
-# has given the connection up by then too, and a connection that comes back under its old routing id is a black hole.
+# A scheduler that is silent for 2 seconds hangs. Open requests stay open; new ones are refused at once. By then the
+# transport has given the connection up too, and a connection that returns under its old routing id is a black hole.
 SILENT_NS = 2_000_000_000
 
-# One that has died is another matter: it is started again, which takes a second or three, and new requests wait for it
-# as the older ones do. One that stays away for so long is down. (As the scheduler does while it has no worker.)
+# A scheduler that died is started again, which takes one to three seconds: new requests wait for it too. After 15
+# seconds it counts as down. (The scheduler waits as long when it has no worker.)
 _RECOVERY_NS = 15_000_000_000
 
-# How one tells them apart: the connection to a dead process ends with it, and nothing can be sent; one to a process
-# that hangs takes what is sent until a heartbeat is missed, two seconds or more after we have last heard of it.
+# What tells a dead process from one that hangs: a send fails this soon after the last message. The connection to a dead
+# process ends with it. One that hangs takes messages until a heartbeat is missed, at least 2 seconds later.
 _DISCONNECTED_NS = 1_500_000_000
 
-# What a client is told to wait when the queue is full: what is predicted, within these, give or take a part of it, so
-# that those who were refused together do not come back together.
+# How long a client shall wait when the queue is full: the predicted time, within these bounds, plus or minus a random
+# part of it. So requests that were refused together do not come back together.
 _RETRY_AFTER_S = (1.0, 30.0)
 _JITTER = 0.2
 
-# Requests of at most so many tokens leave together, up to so many tokens in a message: a copy of 4 KB takes less than a
-# message, and of larger ones the scheduler would hold all as long as one of them waits.
+# Requests up to `_SHORT_TOKENS` leave together, up to `_TOKENS_TOGETHER` in a message: to copy 4 KB costs less than a
+# message. The scheduler keeps a whole message in memory while one of its requests waits, so larger ones go alone.
 _SHORT_TOKENS = 1024
 _TOKENS_TOGETHER = 4096
 
@@ -103,9 +103,14 @@ class _Piece:
 
 
 class Ledger:
-    """What this gateway owes, and what it knows of the scheduler. `send` takes a message or says that it cannot.
+    """The open requests of this gateway, and what it knows of the scheduler.
 
-    Short requests wait for `flush`, which has to follow whatever the ledger is told, in the same turn of the loop.
+    Short requests wait for `flush`: call it after any other method, in the same turn of the event loop.
+
+    Args:
+        name: this gateway's, as the scheduler knows it.
+        send: takes a message; False if it cannot be sent.
+        model: the name of the model that the scheduler serves, for the log.
     """
 
     def __init__(
@@ -115,22 +120,22 @@ class Ledger:
         metrics: Metrics,
         now_ns: int,
         *,
-        model: str | None = None,  # of several, which one's scheduler it is
+        model: str | None = None,
         jitter: random.Random | None = None,
     ) -> None:
         self.facts: ModelFacts | None = None
-        self.refused: str | None = None  # why the scheduler will not have us
+        self.refused: str | None = None  # why the scheduler refuses this gateway
         self._name = name
         self._scheduler = "the scheduler" if model is None else f"the scheduler of {model}"  # for the log
         self._send = send
         self._metrics = metrics
         self._pieces: dict[int, _Piece] = {}
-        self._unsent: dict[int, Request] = {}  # for the next flush: short, of one model
+        self._unsent: dict[int, Request] = {}  # short requests of one model, for the next flush
         self._request_ids = itertools.count(1)
         self._welcome: Welcome | None = None
         self._status: Ping | None = None
-        self._asked = False  # to be let in, and not answered yet
-        self._died = False  # the scheduler that we have last heard of
+        self._asked = False  # a Join was sent and is not answered yet
+        self._died = False  # the scheduler that was last heard
         self._last_heard_ns = now_ns
         self._full: dict[tuple[str, int], tuple[int, int]] = {}  # by lane and tenant, the times of a Ping's `full`
         self._jitter = jitter or random.Random()
@@ -140,7 +145,7 @@ class Ledger:
         if self.refused is not None:
             return Readiness("unavailable", 0, total, self.refused)
         if self.silent(now_ns) or self._status is None:
-            # Welcomed and not told the state yet is still a start.
+            # A gateway that was welcomed and has no Ping yet is still starting.
             starting = self._welcome is None or (self._status is None and not self.silent(now_ns))
             status: Status = "starting" if starting else "unavailable"
             return Readiness(status, 0, total, "The scheduler does not answer.")
@@ -155,18 +160,18 @@ class Ledger:
         return Readiness("ready", ready, total, "")
 
     def silent(self, now_ns: int) -> bool:
-        """Whether the scheduler has said nothing for so long that it hangs, or the connection is dead."""
+        """Whether the last message of the scheduler is so old that it hangs, or the connection is dead."""
         return now_ns - self._last_heard_ns >= SILENT_NS
 
     def forgive(self, lag_ns: int, now_ns: int) -> None:
-        """This process stood still for so long: meanwhile the scheduler was not silent, but not heard."""
+        """This process stood still for `lag_ns`: do not count that time as the scheduler's silence."""
         self._last_heard_ns = min(self._last_heard_ns + lag_ns, now_ns)
 
     def check_queue(self, lane: str, tenant: int, now_ns: int) -> None:
-        """Pass unless the scheduler would refuse such a request, by what it has told within the last second.
+        """Pass unless the scheduler would refuse such a request, according to a Ping of the last second.
 
         Raises:
-            Overloaded: as the scheduler's own.
+            Overloaded: the same error as the scheduler's.
         """
         times_ns = self._full.get((lane, tenant))
         if times_ns is None:
@@ -194,7 +199,7 @@ class Ledger:
         self._feed(request)
 
     def close(self, request: OpenRequest) -> None:
-        """Nobody waits for it any more (answered, failed, cancelled): take back what the scheduler still has."""
+        """Forget a request that was answered, failed or cancelled, and cancel its pieces at the scheduler."""
         for request_id in request.pieces:
             was_sent = self._pieces.pop(request_id).sent
             if self._unsent.pop(request_id, None) is None or was_sent:
@@ -202,7 +207,7 @@ class Ledger:
         request.pieces.clear()
 
     def flush(self) -> None:
-        """Send what was opened, or fed, since the last time."""
+        """Send the short requests that have been opened since the last flush."""
         requests, self._unsent = self._unsent, {}
         if not requests:
             return
@@ -214,7 +219,7 @@ class Ledger:
                 piece.sent = sent
 
     def abandon(self) -> None:
-        """Fail everything that is still held: this gateway ends."""
+        """Fail every open request: this gateway ends."""
         for piece in self._pieces.values():
             piece.request.fail(ShuttingDown("The server is being stopped. Send the request again.", retry_after_s=1))
             piece.request.pieces.clear()
@@ -222,7 +227,11 @@ class Ledger:
         self._unsent.clear()
 
     def on_message(self, message: Message, now_ns: int) -> None:
-        """Raises ProtocolError: the message, or one of its replies, does not fit what was asked and changed nothing."""
+        """Take in a message of the scheduler.
+
+        Raises:
+            ProtocolError: the message, or one of its replies, does not fit its request; that part changed nothing.
+        """
         self._last_heard_ns = now_ns
         self._died = False
         if isinstance(message, Replies):
@@ -247,10 +256,10 @@ class Ledger:
             logger.warning("%s sent a %s; ignored", self._scheduler, type(message).__name__)
 
     def on_tick(self, now_ns: int) -> float:
-        """Say that we are here, or ask to be let in; the seconds until the next tick."""
+        """Send a heartbeat, or ask to join. Returns the seconds until the next tick."""
         if self.refused is not None:
             return _TICK_S
-        self.flush()  # a beat tells how many have been sent
+        self.flush()  # the beat tells how many pieces have been sent
         if self._welcome is None or self._died or now_ns - self._last_heard_ns >= _REJOIN_NS:
             self._asked = self._pulse(Join(PROTOCOL_VERSION, self._name, os.getpid()), now_ns) or self._asked
             return _JOIN_TICK_S
@@ -275,9 +284,9 @@ class Ledger:
         if welcome.facts is not None and welcome.facts != self.facts:
             self.facts = welcome.facts
         if welcome.answers_join and (is_new or self._asked):
-            self._asked = False  # a scheduler that stood still answers every Join that had piled up: once is enough
-            # A new scheduler knows none of them. One that was merely not heard has some still, and drops the copies;
-            # others it has answered into a connection that was dead: a successful send proves nothing.
+            self._asked = False  # a scheduler that stood still answers each of many Joins: send again only once
+            # A new scheduler knows no piece. The old one drops copies of those that it still has. It may also have sent
+            # answers into a dead connection, so a successful send proves nothing.
             self._submit_again(lambda _: True)
         for request in {piece.request: None for piece in self._pieces.values()}:
             self._feed(request)
@@ -289,7 +298,7 @@ class Ledger:
                 self._submit(request_id, piece, opens=False)
 
     def _feed(self, request: OpenRequest) -> None:
-        """Send pieces of a request until the window is full: at least one, at most all."""
+        """Send pieces of a request until its window is full; at least one, if none waits at the scheduler."""
         assert self._welcome is not None, "facts come in a Welcome"
         assert self.facts is not None, "open() comes first"
         num_sequences = len(request.lengths)
@@ -329,7 +338,7 @@ class Ledger:
             times_ns=NO_TIMES if options.trace is None else options.trace.sent(),
         )
         if last - first > _SHORT_TOKENS or not Requests.may_hold(message):
-            self.flush()  # so that nothing overtakes
+            self.flush()  # so that it overtakes no earlier request
             piece.sent = self._send(message)
             return
         if not self._has_room_for(message):
@@ -337,7 +346,7 @@ class Ledger:
         self._unsent[request_id] = message
 
     def _has_room_for(self, message: Request) -> bool:
-        """Whether it can leave with what is to leave next."""
+        """Whether it fits into the message of the next flush."""
         together = [*self._unsent.values(), message]
         return (
             together[0].fingerprint == message.fingerprint
@@ -346,14 +355,14 @@ class Ledger:
         )
 
     def _on_replies(self, replies: Replies) -> None:
-        odd: ProtocolError | None = None
+        bad_reply: ProtocolError | None = None
         for reply in replies.each():
             try:
                 self._on_reply(reply)
             except ProtocolError as error:
-                odd = error  # the others are right all the same
-        if odd is not None:
-            raise odd
+                bad_reply = error  # the other replies still count
+        if bad_reply is not None:
+            raise bad_reply
 
     def _on_reply(self, reply: Reply) -> None:
         piece = self._pieces.get(reply.request_id)
@@ -396,7 +405,7 @@ class Ledger:
         self.close(piece.request)
 
     def _spread(self, error: Overloaded) -> Overloaded:
-        """The same, with what its client is told to wait."""
+        """The same error with a time to wait that is bounded and random."""
         least, most = _RETRY_AFTER_S
         wait_s = min(max(error.retry_after_s or 0.0, least), most)
         error.retry_after_s = wait_s * self._jitter.uniform(1 - _JITTER, 1 + _JITTER)
@@ -404,7 +413,7 @@ class Ledger:
 
 
 def _piece_end(offsets: list[int], start: int, most: int) -> int:
-    """Where a piece that begins at `start` ends: as many sequences as have `most` tokens (or rows), at least one."""
+    """The end of a piece that begins at `start`: at least one sequence, at most `most` tokens (or rows) of them."""
     return max(bisect_right(offsets, offsets[start] + most) - 1, start + 1)
 
 

@@ -1,13 +1,12 @@
-"""The models of a gateway: which one a request means, and what is true of all of them together.
+"""The models of a gateway: which one a request means, whether its tokenizer is loaded, and whether it is ready.
 
-Each has a client of its own scheduler and its own tokenizer, so that one whose scheduler is dead, whose queue is full
-or whose tokenizer cannot be loaded says so of itself alone. What they share is this process: its threads, and how many
-requests it may hold at once, of which no model may have more than its part; else the clients of one that stands still
-would, by waiting, take the place of everybody's.
+Each model has its own scheduler and its own tokenizer. So a dead scheduler, a full queue or a tokenizer that cannot be
+loaded concerns that model alone. All models share the threads of this process and the number of requests that it may
+hold. Each model has an equal part of that number. Otherwise requests that wait for a hung model would take all places.
 
-A model that was given no name is the only one, and is called as its worker says: whatever is asked is asked of it, and
-the dialect's parser refuses what names another. Otherwise names are known from the start, and the first model is meant
-where a request names none.
+A model without a name is the only one, and its worker tells how it is called. It gets every request, and the dialect's
+parser refuses a request that names another model. Models with names are known from the start. A request that names
+none goes to the first.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from gateway.tokenizing import Model, RequestTokenizer
 
 logger = logging.getLogger(__name__)
 
-# How long a request waits for the first model: longer than a gateway or a small model's worker takes to start, so that
-# a restart fails nobody; not much longer, since a client is better told that nothing is there.
+# How long a request waits for a model that is not loaded yet. A gateway or a small model's worker starts in less, so
+# that a restart fails no request. A client that waits longer is better told to come back.
 _PATIENCE_S = 10.0
 
 
 class ServedModel:
-    """A model: its scheduler's client, and what tokenizes for it. As a context, it is held for one request more."""
+    """A model, its scheduler's client and its tokenizer. Within a `with` it has one running request more."""
 
     def __init__(self, client: SchedulerClient, threads: Threads, *, max_request_tokens: int) -> None:
-        self.name = client.model  # None: called as its worker says
+        self.name = client.model  # None: its worker tells
         self.client = client
         self.tokenizer = RequestTokenizer(threads, max_tokens=max_request_tokens)
-        self.num_running = 0  # requests that are held for it
+        self.num_running = 0  # requests
         self._threads = threads
         self._model: Model | None = None
         self._status: Status = "starting"
         self._reason = "No worker has loaded the model yet."
         self._loading: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()  # there is a model, or there will be none
+        self._settled = asyncio.Event()  # the model is loaded, or cannot be
 
     def __enter__(self) -> ServedModel:
         self.num_running += 1
@@ -58,6 +57,7 @@ class ServedModel:
 
     @property
     def known_name(self) -> str | None:
+        """Its name, also if its worker told it; None if no worker has."""
         if self.name is None and self.client.facts is not None:
             return self.client.facts.name
         return self.name
@@ -67,17 +67,17 @@ class ServedModel:
         """The model that is served now.
 
         Raises:
-            Unavailable: none yet, or its tokenizer cannot be loaded.
+            Unavailable: no worker has loaded it yet, or its tokenizer is not loaded.
         """
         if self._model is None:
             raise Unavailable(self._reason + " Try again.", retry_after_s=1)
         return self._model
 
     async def wait_for_model(self, deadline_ns: int) -> Model:
-        """The model that is served; while a process starts or a model is replaced, a request waits for it here.
+        """The model that is served, after a bounded wait if it is starting or being replaced.
 
         Raises:
-            Unavailable: none came in good time, or its tokenizer cannot be loaded.
+            Unavailable: it was not there in time, or its tokenizer cannot be loaded.
         """
         if self._model is None and not self._settled.is_set():
             patience_s = min(_PATIENCE_S, (deadline_ns - now_ns()) / 1e9)
@@ -85,7 +85,7 @@ class ServedModel:
                 async with asyncio.timeout(patience_s):
                     await self._settled.wait()
             except TimeoutError:
-                pass  # `model` says what is missing
+                pass  # `model` raises with the reason
         return self.model
 
     def readiness(self) -> Readiness:
@@ -95,7 +95,7 @@ class ServedModel:
         return readiness
 
     def start(self) -> None:
-        """Begin to talk to the scheduler, on the running loop."""
+        """Begin to talk to the scheduler, on the running event loop."""
         self.client.on_facts = self._on_facts
         self.client.start()
         if self.client.facts is not None:
@@ -113,8 +113,8 @@ class ServedModel:
         await self.client.close()
 
     def _on_facts(self, facts: ModelFacts) -> None:
-        """Serve the model of `facts`; where it has another tokenizer, from when that is loaded."""
-        # None: what workers run now is a new model, and the old one's tokens would give wrong vectors.
+        """Serve the model of `facts`: at once if it keeps its tokenizer, otherwise when the new one is loaded."""
+        # With another tokenizer there is no model until it is loaded: the old one's tokens would give wrong vectors.
         self._model = None if self._model is None else self._model.with_facts(facts)
         if self._model is not None:
             return
@@ -139,11 +139,12 @@ class ServedModel:
 
 
 class Models:
-    """All that are served, in the order in which they were named.
+    """The models of a gateway, the default first.
 
     Args:
-        max_requests: that the gateway may hold at once.
-        max_request_tokens: of one request.
+        clients: one for each model.
+        max_requests: how many the gateway may hold at once.
+        max_request_tokens: how many tokens one request may have.
     """
 
     def __init__(
@@ -155,21 +156,21 @@ class Models:
 
     @property
     def is_multi_model(self) -> bool:
-        """Whether models have names of their own, which choose between them."""
+        """Whether models have names that a request may choose by."""
         return bool(self.by_name)
 
     @property
     def default(self) -> ServedModel:
-        """The one that is meant where none is named."""
+        """The model of a request that names none."""
         return self._all[0]
 
     @property
     def names(self) -> list[str]:
-        """Raises Unavailable: one is not known yet."""
+        """The names of all models. Raises Unavailable: the worker of a model without a name has not told it yet."""
         return [served.model.facts.name if served.name is None else served.name for served in self._all]
 
     def find(self, name: object) -> ServedModel:
-        """The model that a client calls `name`; the default where this is no name at all.
+        """The model that a client calls `name`; the default if this is no name.
 
         Raises:
             NotFound: model_not_found.
@@ -182,11 +183,11 @@ class Models:
         raise model_not_found("model")
 
     def reserve(self, name: object) -> ServedModel:
-        """The model that is meant, where it may be held for one request more.
+        """The model that a client calls `name`, if it may have one request more. Enter it to count the request.
 
         Raises:
             NotFound: model_not_found.
-            Overloaded: it has its part of all that the gateway may hold.
+            Overloaded: the gateway holds as many requests for it as it may.
         """
         served = self.find(name)
         if served.num_running >= self._max_requests:
@@ -197,10 +198,11 @@ class Models:
         return served
 
     def readiness(self) -> Readiness:
+        """That of all models together."""
         return Readiness.of_all({served.name: served.readiness() for served in self._all})
 
     def start(self) -> None:
-        """Begin to talk to the schedulers, on the running loop."""
+        """Begin to talk to the schedulers, on the running event loop."""
         for served in self._all:
             served.start()
 

@@ -1,4 +1,4 @@
-"""A client's request while the ledger holds it: its token ids and options, and the rows that have come for it."""
+"""A request in the ledger: its token ids and options, and the rows that have come for it so far."""
 
 from __future__ import annotations
 
@@ -16,59 +16,62 @@ from common.wire.messages import NO_NUMBERS, NO_SPANS, Spans
 from common.wire.rows import ENCODINGS, row_bytes, sparse_bytes
 from gateway.trace import RequestTrace
 
-# One of: float32 [rows, dimensions], int8 [rows, dimensions], uint8 [rows, ceil(dimensions / 8)] (of binary: one bit a
-# dimension, the first in the lowest bit of the first byte), uint8 [rows, bytes] (of sparse: `read_sparse` takes a row).
+# Rows of one encoding:
+#     float32: float32 [rows, dimensions]
+#     int8:    int8 [rows, dimensions]
+#     binary:  uint8 [rows, ceil(dimensions / 8)], one bit a dimension, the first in the first byte's lowest bit
+#     sparse:  uint8 [rows, bytes]; `read_sparse` takes a row
 Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.uint8]
 
-# A sparse row without any values: its count.
+# A sparse row without values has only their count.
 _EMPTY_SPARSE_BYTES = 4
 
-# What the bytes of a row are.
+# The numpy type of a row's values.
 _DTYPES = {"float32": "<f4", "int8": "|i1", "binary": "|u1", "sparse": "|u1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A request's vectors, and where its time went."""
+    """The rows of a request, and where its time went."""
 
-    rows: Rows  # a row a sequence, or a row a span of each, in order
-    queue_us: int  # the longest wait of any of its sequences
-    step_us: int  # the steps that ran it, added up
+    rows: Rows  # one for each sequence, or for each span of each sequence, in order
+    queue_us: int  # the longest wait of any sequence
+    step_us: int  # the sum of the steps that ran it
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a client asked for, for every sequence of its request."""
+    """What a client asked for; it holds for every sequence of the request."""
 
-    fingerprint: str  # of the model that its text was tokenized for
+    fingerprint: str  # of the model that tokenized the text
     dimensions: int
-    normalize: bool  # of float32 rows
+    normalize: bool  # float32 rows only
     encoding: str  # float32, int8, binary or sparse
     lane: str
     deadline_ns: int
-    tenant: int = 0  # whose request it is, as in a Request
-    trace: RequestTrace | None = None  # of a request that is followed
+    tenant: int = 0  # as in a Request
+    trace: RequestTrace | None = None  # set if the client asks for one
 
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A client's request, held until `future` is done."""
+    """A client's request, kept until `future` is done."""
 
     future: asyncio.Future[Embedded]
     options: Options
     token_ids: npt.NDArray[np.int32]  # [tokens]
     lengths: npt.NDArray[np.int32]  # [sequences]
-    offsets: list[int]  # [sequences + 1] of tokens; a list, since it is looked up a number at a time
+    offsets: list[int]  # [sequences + 1] of tokens; a list, since it is read one number at a time
     type_starts: npt.NDArray[np.int32]  # [sequences] or empty, as in a Request
     span_counts: npt.NDArray[np.int32]  # [sequences] or empty
     spans: npt.NDArray[np.int32]  # [rows, 2] or empty
-    row_offsets: list[int] | None  # [sequences + 1]; None: a row a sequence
-    rows: npt.NDArray[np.uint8]  # [rows, row bytes], filled as replies come; sparse ones widen it
-    answered: npt.NDArray[np.bool_]  # [rows] since two schedulers may answer the same one
+    row_offsets: list[int] | None  # [sequences + 1]; None: one row for each sequence
+    rows: npt.NDArray[np.uint8]  # [rows, row bytes], filled as replies come; sparse rows widen it
+    answered: npt.NDArray[np.bool_]  # [rows]; two schedulers may answer the same row
     unanswered: int  # rows
-    next_sequence: int = 0  # where the next piece begins
-    waiting_tokens: int = 0  # of its pieces at the scheduler
-    pieces: set[int] = field(default_factory=set)  # their ids
+    next_sequence: int = 0  # the start of the next piece
+    waiting_tokens: int = 0  # of the pieces at the scheduler
+    pieces: set[int] = field(default_factory=set)  # ids of the pieces at the scheduler
     queue_us: int = 0
     step_us: int = 0
 
@@ -81,7 +84,7 @@ class OpenRequest:
         type_starts: Sequence[int] | npt.NDArray[np.int32] | None = None,
         spans: Sequence[Spans] | None = None,
     ) -> OpenRequest:
-        """A request for these sequences of token ids, on the running event loop; see `SchedulerClient.submit`."""
+        """A request for these sequences, on the running event loop; for the arguments see `SchedulerClient.submit`."""
         lengths = list(map(len, sequences))
         span_counts, all_spans, num_rows = NO_NUMBERS, NO_SPANS, len(sequences)
         if spans is not None:
@@ -109,8 +112,10 @@ class OpenRequest:
     def num_bytes(
         sequences: list[npt.NDArray[np.int32]], options: Options, spans: Sequence[Spans] | None = None
     ) -> int:
-        """What `of` would allocate for these, with what it is made from: ids, spans and rows, and 64 bytes for each
-        sequence and row of what else is noted of them. Sparse rows grow as they come, and count as empty ones."""
+        """The memory of a request: ids, spans and rows, and 64 bytes of notes for each sequence and row.
+
+        The sequences that `of` copies count twice. Sparse rows grow as they come, and count here as empty ones.
+        """
         num_rows = len(sequences) if spans is None else sum(map(len, spans))
         sparse = options.encoding == "sparse"
         num_bytes = _EMPTY_SPARSE_BYTES if sparse else row_bytes(ENCODINGS[options.encoding], options.dimensions)
@@ -122,10 +127,10 @@ class OpenRequest:
         return sequence if self.row_offsets is None else self.row_offsets[sequence]
 
     def fill(self, first: int, rows: npt.NDArray[np.uint8]) -> int:
-        """Take the rows from `first` on, each at least as wide as this request needs; how many of them are new.
+        """Take in rows from the place `first` on. Returns how many of them are new.
 
         Raises:
-            ProtocolError: they are not; nothing has changed.
+            ProtocolError: they are narrower than this request needs; nothing has changed.
         """
         last = first + len(rows)
         num_bytes = self.rows.shape[1]
@@ -143,16 +148,16 @@ class OpenRequest:
         return new
 
     def succeed(self) -> None:
-        """Answer it with its rows, all of which are there, unless it has been answered."""
+        """Answer it with its rows, which are complete, unless it has been answered."""
         if not self.future.done():
             rows = self.rows.view(_DTYPES[self.options.encoding])
             self.future.set_result(Embedded(rows, self.queue_us, self.step_us))
 
     def expire(self) -> None:
-        """Its deadline has passed."""
+        """Fail it because its deadline has passed."""
         self.fail(DeadlineExceeded("The deadline passed before the answer was there. Allow more time, or send less."))
 
     def fail(self, error: ServiceError) -> None:
-        """Answer it with its failure, unless it has been answered."""
+        """Answer it with an error, unless it has been answered."""
         if not self.future.done():
             self.future.set_exception(error)

@@ -1,6 +1,7 @@
-"""Short requests that wait at the same moment are tokenized together, in one call on a thread.
+"""Short requests that wait at the same time are tokenized together, in one call on a thread.
 
-While one batch of them runs the next one gathers, without a timer. Rejected: an executor with a job a request.
+While one batch runs, the next one gathers, without a timer. Rejected: one job on a thread for each request, whose two
+hand-overs of the interpreter's lock cost more than the work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gateway.threads import PART_INPUTS, PART_SIZE, Threads
 
 @dataclass(slots=True, eq=False)
 class _ShortRequest:
-    """Texts that wait to be tokenized together with others'."""
+    """A request whose texts wait for the next batch."""
 
     tokenizer: Tokenizer
     truncation: TruncationRule
@@ -26,10 +27,10 @@ class _ShortRequest:
     future: asyncio.Future[list[TokenIds]]
 
     def tokenize(self) -> list[TokenIds] | BaseException:
-        """What becomes of it alone. It never raises."""
+        """Its sequences when it runs alone, or its error. Never raises."""
         try:
             return self.tokenizer.encode(self.texts, self.truncation, self.name_of)
-        except BaseException as error:  # noqa: BLE001  # handed to the one that waits
+        except BaseException as error:  # noqa: BLE001  # the request's future raises it
             return error
 
     def deliver(self, found: list[TokenIds] | BaseException) -> None:
@@ -42,7 +43,7 @@ class _ShortRequest:
 
 
 class ShortTexts:
-    """Tokenizes what short requests wait, as one batch at a time: those that come meanwhile are the next one."""
+    """Tokenizes short requests, one batch at a time."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
@@ -52,7 +53,7 @@ class ShortTexts:
     def tokenize(
         self, tokenizer: Tokenizer, truncation: TruncationRule, texts: list[str], name_of: NameOf
     ) -> asyncio.Future[list[TokenIds]]:
-        """A sequence of each text. Raises as `Tokenizer.encode`."""
+        """A sequence for each text. Raises what `Tokenizer.encode` raises."""
         future: asyncio.Future[list[TokenIds]] = asyncio.get_running_loop().create_future()
         self._waiting.append(_ShortRequest(tokenizer, truncation, texts, sum(map(len, texts)), name_of, future))
         self._run()
@@ -66,7 +67,7 @@ class ShortTexts:
                 self._threads.run(partial(_tokenize_together, batch)).add_done_callback(partial(self._on_done, batch))
 
     def _take_batch(self) -> list[_ShortRequest]:
-        """The requests at the front that one call can serve; those whose clients have left are dropped."""
+        """The first requests that one call can serve. A request whose client has left is dropped."""
         batch: list[_ShortRequest] = []
         num_inputs = num_chars = 0
         while self._waiting:
@@ -93,12 +94,12 @@ class ShortTexts:
 
 
 def _tokenize_together(batch: list[_ShortRequest]) -> list[list[TokenIds] | BaseException]:
-    """What becomes of each request of a batch. It never raises: one request's error is its own."""
+    """The sequences or the error of each request of a batch. Never raises: a request's error is its own."""
     if len(batch) > 1:
         tokenizer, truncation = batch[0].tokenizer, batch[0].truncation
         try:
             rows = iter(tokenizer.encode([text for request in batch for text in request.texts], truncation))
             return [[next(rows) for _ in request.texts] for request in batch]
-        except BaseException:  # noqa: BLE001  # one of them is at fault: each runs alone, and is told its own place
+        except BaseException:  # noqa: BLE001  # each runs alone, so that the error names its own place
             pass
     return [request.tokenize() for request in batch]

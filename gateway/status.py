@@ -1,4 +1,4 @@
-"""What is true of this gateway and of each of its models: whether it can serve, and if not, why."""
+"""The status of a gateway and of each of its models: whether it can serve, and if not, why."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Readiness:
 
     @classmethod
     def of_all(cls, models: Mapping[str | None, Readiness]) -> Readiness:
-        """All models together, each by its name: ready if each of them is. The reason names those that are not.
+        """The readiness of all models together, given by name. They are ready if each is; `reason` names the others.
 
-        One without a name is not named.
+        A model without a name (None) adds its reason only.
         """
         missing = {name: one for name, one in models.items() if one.status != "ready"}
         statuses = {one.status for one in missing.values()}
@@ -34,5 +34,5 @@ class Readiness:
         )
 
     def draining(self) -> Readiness:
-        """The same for a gateway that is stopping: nothing is ready there."""
+        """The same in a gateway that is stopping."""
         return replace(self, status="draining", reason="This gateway is stopping.")

@@ -1,15 +1,13 @@
-"""Tokenization, mostly off the event loop: from a request's texts and token ids to checked sequences.
+"""Tokenization: from a request's texts and token ids to checked sequences. All but queries are tokenized on threads.
 
-The tokenizers release the interpreter's lock while they work, so threads suffice. But at thousands of short texts a
-second the lock's way to the thread and back costs more than the work: on two otherwise idle cores 405 µs of CPU a
-request against 190 when all ran on one core (2026-11-29). So a query, which takes some 50 µs, is tokenized where it
-is, on the event loop. Short requests beyond that which wait at the same moment are tokenized together, in one call:
-while one batch of them runs the next one gathers, without a timer. Rejected: an executor with a job a request; the
-event loop for all of them, which a single text of 8,192 characters would stop for milliseconds.
+At thousands of short texts a second, handing the interpreter's lock to a thread and back costs more than the work: 405
+µs of CPU for each request on two idle cores, against 190 µs on one core (2026-11-29). So a query, which takes about 50
+µs, is tokenized on the event loop. Longer requests that are still short are tokenized together (`short_texts.py`).
+Rejected: the event loop for everything, which one text of 8,192 characters would stop for milliseconds.
 
-A long list is tokenized part by part, each part queued behind whatever came in the meantime, so that a request of
-2,048 texts, or a query with 1,000 documents, delays a short one by a part and not by all of them. What waits is
-bounded by the requests that the gateway holds at once.
+A long list is tokenized in parts. Each part is queued behind the work that came in the meantime. So a request of 2,048
+texts, or a query with 1,000 documents, delays a short request by one part only. The number of requests that the
+gateway holds bounds the queue.
 """
 
 from __future__ import annotations
@@ -37,31 +35,31 @@ from gateway.model_requests import (
 from gateway.short_texts import ShortTexts
 from gateway.threads import PART_INPUTS, PART_SIZE, QUERY_ON_LOOP, Threads
 
-# A request up to this size is tokenized together with others.
+# A request up to this size is tokenized together with other requests.
 _SHORT_INPUTS = 4
 _SHORT_CHARS = 4096
 
 T = TypeVar("T")
 
-# Makes sequences of a half-open range of a request's inputs.
+# Makes the sequences of a half-open range of inputs.
 _TokenizeRange = Callable[[int, int], list[TokenIds]]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's facts and what tokenizes for it: a request takes all of it together."""
+    """A model's facts and its tokenizers, which belong together: a request keeps the one that it began with."""
 
     facts: ModelFacts
     tokenizer: Tokenizer
-    pairs: PairTokenizer | None = None  # of a model that takes pairs
-    chunks: ChunkTokenizer | None = None  # of a model that takes documents in chunks
+    pairs: PairTokenizer | None = None  # None: the model takes no pairs
+    chunks: ChunkTokenizer | None = None  # None: the model takes no documents in chunks
 
     @classmethod
     def load(cls, facts: ModelFacts) -> Model:
-        """The model of `facts`. It reads files.
+        """The model of `facts`. Reads files.
 
         Raises:
-            OSError, ValueError, InternalError: tokenizer.json cannot be read, or does not fit what the facts say.
+            OSError, ValueError, InternalError: tokenizer.json cannot be read, or does not fit the facts.
         """
         tokenizer = Tokenizer(facts)
         return cls(
@@ -72,29 +70,29 @@ class Model:
         )
 
     def with_facts(self, facts: ModelFacts) -> Model | None:
-        """The same with other facts; None where these ask for another tokenizer."""
+        """The same model with new facts; None if they need another tokenizer."""
         return replace(self, facts=facts) if _tokenized_by(self.facts) == _tokenized_by(facts) else None
 
 
 @dataclass(slots=True)
 class TokenizedInputs:
-    """Inputs as sequences; of a partial request those that can be, and what is wrong with the others."""
+    """The inputs of a request as sequences, and the errors of the inputs that a partial request leaves out."""
 
     sequences: list[TokenIds]
     places: Sequence[int]  # of each sequence, in the client's list
     failures: dict[int, ServiceError]  # by place
-    spans: list[Spans] | None = None  # of each sequence those that a row is made of; None: one of the whole
+    spans: list[Spans] | None = None  # for each sequence, those that are pooled; None: all of its tokens
 
     @classmethod
     def of(cls, found: list[TokenIds | InvalidRequest], inputs: Inputs) -> TokenizedInputs:
-        """Raises InvalidRequest where there is nothing but errors."""
+        """What was found for each input. Raises InvalidRequest if all of it are errors."""
         errors = {index: error for index, error in enumerate(found) if isinstance(error, InvalidRequest)}
         of_all = cls(found, inputs.places, dict(inputs.failures))  # type: ignore[arg-type]  # errors are dropped next
         of_all.drop(errors)
         return of_all
 
     def drop(self, errors: Mapping[int, ServiceError]) -> None:
-        """Leave out these sequences, for these reasons. Raises the first one where none would be left."""
+        """Leave out the sequences at these indices. Raises the first error if no sequence would be left."""
         if not errors:
             return
         if len(errors) == len(self.sequences):
@@ -107,10 +105,10 @@ class TokenizedInputs:
             self.spans = [self.spans[index] for index in kept]
 
     def leave_out(self, start: int, request: EmbeddingRequest) -> None:
-        """Make rows of what follows the first `start` tokens.
+        """Leave the first `start` tokens of each sequence out of its row.
 
         Raises:
-            InvalidRequest: nothing follows them; of a partial request only where that is true of every input.
+            InvalidRequest: an input has no other token; for a partial request, no input has one.
         """
         errors: dict[int, ServiceError] = {}
         for index, sequence in enumerate(self.sequences):
@@ -129,13 +127,13 @@ class TokenizedInputs:
 
 @dataclass(slots=True)
 class TokenizedPairs:
-    """Pairs as sequences, each different one once: what is the same gets the same score, whatever runs beside it."""
+    """Pairs as sequences without repetition, so that equal pairs get equal scores, whatever runs beside them."""
 
     sequences: list[TokenIds] = field(default_factory=list)
-    type_starts: list[int] = field(default_factory=list)  # where the tokens of type 1 begin within each sequence
-    first_pairs: list[int] = field(default_factory=list)  # of each sequence, the first pair that it is
-    places: list[int] = field(default_factory=list)  # of each pair, the place of its sequence
-    _known: dict[tuple[bytes, int], int] = field(default_factory=dict)  # places by token ids and type start
+    type_starts: list[int] = field(default_factory=list)  # for each sequence, where its tokens of type 1 begin
+    first_pairs: list[int] = field(default_factory=list)  # for each sequence, the index of the first pair that it is
+    places: list[int] = field(default_factory=list)  # for each pair, the index of its sequence
+    _known: dict[tuple[bytes, int], int] = field(default_factory=dict)  # that index, by token ids and type start
 
     def add(self, pair: Pair) -> None:
         place = self._known.setdefault((pair.ids.tobytes(), pair.type_start), len(self.sequences))
@@ -147,19 +145,18 @@ class TokenizedPairs:
 
 
 class RequestTokenizer:
-    """Requests to checked sequences, one method for each kind of request."""
+    """Makes checked sequences of requests: one method for each kind. No request may have more than `max_tokens`."""
 
     def __init__(self, threads: Threads, *, max_tokens: int) -> None:
-        """`max_tokens`: of a request."""
         self._threads = threads
         self._max_tokens = max_tokens
         self._short = ShortTexts(threads)
 
     def tokenize_query(self, model: Model, request: EmbeddingRequest) -> TokenizedInputs | None:
-        """What `tokenize_inputs` would make of a query, on the event loop; None of what takes longer.
+        """What `tokenize_inputs` returns, made on the event loop; None if the request is not a short query.
 
         Raises:
-            InvalidRequest: as there.
+            InvalidRequest: as in `tokenize_inputs`.
             InternalError: the tokenizer failed.
         """
         texts, prompt = request.inputs.texts, request.prompt
@@ -173,11 +170,11 @@ class RequestTokenizer:
         return TokenizedInputs(sequences, request.inputs.places, {}, spans)
 
     async def tokenize_inputs(self, model: Model, request: EmbeddingRequest) -> TokenizedInputs:
-        """A sequence of each input: of a text with the prompt before it, of token ids as they are.
+        """A sequence for each input. The prompt goes before a text; token ids are used as they are.
 
         Raises:
-            InvalidRequest: an input is too long, holds no token or what is no token id, or all together have too many
-                tokens. Of a partial request only where that is true of every input.
+            InvalidRequest: an input is too long, has no token or a wrong token id, or all together have too many
+                tokens. A partial request fails for an input only if every input fails.
             InternalError: the tokenizer failed.
         """
         read = self._tokenize_texts if request.inputs.texts else self._check_token_ids
@@ -190,10 +187,10 @@ class RequestTokenizer:
         return tokenized
 
     async def tokenize_documents(self, model: Model, request: ContextualRequest) -> list[Chunks]:
-        """Each document, which is a list of chunks, as one sequence.
+        """A sequence for each document, which is a list of chunks.
 
         Raises:
-            InvalidRequest: a document is too long, a chunk holds no token, or all together have too many tokens.
+            InvalidRequest: a document is too long, a chunk has no token, or all together have too many tokens.
             InternalError: the tokenizer failed.
         """
         tokenizer, documents = model.chunks, request.documents
@@ -209,7 +206,7 @@ class RequestTokenizer:
         )
 
     async def tokenize_pairs(self, model: Model, request: PairsRequest) -> TokenizedPairs:
-        """The pair of each document with its own query, or with the only one.
+        """A pair for each document: with its own query, or with the only query.
 
         Raises:
             InvalidRequest: a pair is too long, or all together have too many tokens; see PairTokenizer.
@@ -225,7 +222,7 @@ class RequestTokenizer:
             max_document_tokens=request.max_document_tokens,
         )
 
-        @cache  # on a thread, with the first part
+        @cache  # called on a thread, with the first part
         def read_query() -> EncodeDocuments:
             return for_query(queries[0], names=names)
 
@@ -249,10 +246,10 @@ class RequestTokenizer:
         return await self._pairs_in_parts(tokenize_range, sizes, name=names.documents, noun="pairs")
 
     async def tokenize_labelled(self, model: Model, request: LabelsRequest) -> TokenizedPairs:
-        """Each text, or pair of texts, as one sequence: a text as the tokenizer writes one, a pair as it writes pairs.
+        """A sequence for each text, and for each pair of texts.
 
         Raises:
-            InvalidRequest: one is too long or holds no token, or all together have too many tokens.
+            InvalidRequest: an input is too long or has no token, or all together have too many tokens.
             InternalError: the tokenizer failed.
         """
         tokenizer, of_pairs = model.tokenizer, model.pairs
@@ -274,10 +271,10 @@ class RequestTokenizer:
         return await self._pairs_in_parts(tokenize_range, sizes, name="inputs")
 
     async def answer_locally(self, model: Model, request: LocalRequest) -> list[bytes]:
-        """What the tokenizer says of each input, as JSON.
+        """What the tokenizer answers for each input, as JSON.
 
         Raises:
-            InvalidRequest: an input is refused, or all together are larger than a request may be.
+            InvalidRequest: an input is refused, or all together are too large.
             InternalError: the tokenizer failed.
         """
         size, max_size = sum(request.sizes), self._max_tokens
@@ -297,7 +294,7 @@ class RequestTokenizer:
     # --- its steps ---
 
     def _max_tokens_of(self, model: Model, request: EmbeddingRequest) -> int:
-        # A row of each token: no more of them than one message holds, or the answer has gigabytes.
+        # A row for each token: no more rows than one message holds, since the answer would have gigabytes.
         return min(self._max_tokens, max_rows(model.facts)) if request.by_token else self._max_tokens
 
     async def _tokenize_texts(self, model: Model, request: EmbeddingRequest) -> list[TokenIds | InvalidRequest]:
@@ -323,7 +320,7 @@ class RequestTokenizer:
         max_tokens = self._max_tokens_of(model, request)
         sizes = list(map(len, inputs.token_ids))
         if not truncation.allowed:
-            # Before anything looks at each of them: a body may hold millions.
+            # Before the ids are looked at one by one: a body may hold millions.
             _check_num_tokens(len(inputs), sum(sizes), max_tokens, inputs.list_name)
 
         def check_range(start: int, stop: int) -> list[TokenIds]:
@@ -349,7 +346,7 @@ class RequestTokenizer:
 
         def add_range(start: int, stop: int) -> list[Pair]:
             pairs = tokenize_range(start, stop)
-            for pair in pairs:  # here, on a thread: a million token ids take milliseconds
+            for pair in pairs:  # on a thread, since a million token ids take milliseconds
                 tokenized.add(pair)
             return pairs
 
@@ -366,9 +363,9 @@ class RequestTokenizer:
         name: str = "input",
         noun: str = "inputs",
     ) -> list[T]:
-        """What `make_range` makes of half-open ranges of inputs of these sizes, one range after the other.
+        """What `make_range` makes of half-open ranges of inputs, one range after the other.
 
-        `name` and `noun` are how an error calls the list, and what is in it.
+        `sizes` are those of the inputs. An error calls the list `name` and its elements `noun`.
         """
         made: list[T] = []
         num_tokens = 0
@@ -390,17 +387,17 @@ def _is_short(request: EmbeddingRequest) -> bool:
 
 
 def _each_or_its_error(tokenize_range: _TokenizeRange, start: int, stop: int) -> list[TokenIds | InvalidRequest]:
-    """The sequences of a range of inputs; what is wrong with one stands in its place."""
+    """The sequences of a range of inputs, with its error in the place of an input that fails."""
     try:
         return [*tokenize_range(start, stop)]
     except InvalidRequest:
-        pass  # of one or more: each by itself
+        pass  # one or more inputs failed: tokenize each by itself
     found: list[TokenIds | InvalidRequest] = []
     for index in range(start, stop):
         try:
             found += tokenize_range(index, index + 1)
         except InvalidRequest as error:
-            found.append(error.with_traceback(None))  # whose frames hold this list, and so all that is asked
+            found.append(error.with_traceback(None))  # its frames hold this list, and so the whole request
     return found
 
 
@@ -413,7 +410,7 @@ def _num_tokens(found: TokenIds | InvalidRequest) -> int:
 
 
 def _each_token(num_tokens: int) -> Spans:
-    """A span of each token: int32 [tokens, 2]."""
+    """A span for each token: int32 [tokens, 2]."""
     starts = np.arange(num_tokens, dtype=np.int32)
     return np.stack((starts, starts + 1), axis=1)
 
@@ -431,7 +428,7 @@ def _check_num_tokens(
 
 
 def _tokenized_by(facts: ModelFacts) -> tuple[object, ...]:
-    """All of a model's facts that its tokens depend on."""
+    """The facts that a model's tokens depend on."""
     return (
         facts.tokenizer_sha256,
         facts.max_tokens,
@@ -445,7 +442,7 @@ def _tokenized_by(facts: ModelFacts) -> tuple[object, ...]:
 
 
 def _parts(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of inputs of these sizes, each of at least one input and at most a part's worth."""
+    """Half-open ranges of inputs of these sizes: each at least one input and, beyond that, at most one part."""
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if index > start and (index - start >= PART_INPUTS or total + size > PART_SIZE):
