@@ -51,15 +51,7 @@ from gateway.edge.memory_budget import Memory
 from gateway.error_responses import JSON, error_headers, render_error
 from gateway.execute import Executor
 from gateway.formats import OCTETS, as_written, check_finite, json_list, prefers_octets
-from gateway.model_requests import (
-    EmbeddingRequest,
-    Limits,
-    LocalRequest,
-    Matrix,
-    Operation,
-    ParsedRequest,
-    read_fields,
-)
+from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, Matrix, Operation, ParsedRequest, read_fields
 from gateway.models import Models, ServedModel
 from gateway.open_request import Rows
 from gateway.routes import operations, operations_by_path, pages

@@ -36,26 +36,6 @@ class Stage:
 class Call:
     """An HTTP request, whose time counts from when its header was read."""
 
-    __slots__ = (
-        "closes",
-        "deadline_ns",
-        "fingerprint",
-        "held",
-        "key",
-        "lane",
-        "parse",
-        "path",
-        "queue_us",
-        "render",
-        "request",
-        "request_id",
-        "served",
-        "start_ns",
-        "step_us",
-        "tokenize",
-        "trace",
-    )
-
     def __init__(self, request: web.BaseRequest) -> None:
         self.start_ns = now_ns()
         self.request = request

@@ -23,14 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import (
-    InvalidRequest,
-    Overloaded,
-    ProtocolError,
-    ShuttingDown,
-    Unavailable,
-    from_wire,
-)
+from common.errors import InvalidRequest, Overloaded, ProtocolError, ShuttingDown, Unavailable, from_wire
 from common.metrics import Metrics
 from common.wire.codec import Message
 from common.wire.messages import (
