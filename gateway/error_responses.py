@@ -33,7 +33,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens that were run, special ones and prompts included."""
+    """How many tokens were run, with special tokens and prompts."""
 
     prompt_tokens: int
     total_tokens: int

@@ -62,19 +62,19 @@ class FollowedPiece(msgspec.Struct):
 
     batch: Annotated[int, Meta(description="The batch that it ran in.")]
     worker: str
-    sequences: Annotated[int, Meta(description="Of the whole batch.")]
-    tokens: Annotated[int, Meta(description="Of the whole batch.")]
+    sequences: Annotated[int, Meta(description="How many the whole batch has.")]
+    tokens: Annotated[int, Meta(description="How many the whole batch has.")]
     times_ns: Annotated[list[int], Meta(description=f"When it was {', '.join((*PIECE_MOMENTS, _AFTER[0]))}.")]
 
 
 class FollowedRequest(msgspec.Struct):
-    """When what happened to a request, in nanoseconds from `start_ns` on: what `X-Trace` holds."""
+    """The moments of a request, in nanoseconds since `start_ns`: the content of `X-Trace`."""
 
-    pid: Annotated[int, Meta(description="Of the gateway.")]
-    start_ns: Annotated[int, Meta(description="Of CLOCK_MONOTONIC, on the server.")]
+    pid: Annotated[int, Meta(description="The gateway's process.")]
+    start_ns: Annotated[int, Meta(description="When it was accepted, by the server's CLOCK_MONOTONIC.")]
     before_ns: Annotated[list[int], Meta(description=f"When it was {', '.join(_BEFORE)}.")]
     after_ns: Annotated[list[int], Meta(description=f"When the answer was {', '.join(_AFTER[1:])}.")]
-    pieces: Annotated[list[FollowedPiece], Meta(description="Of a long request the last ones that came back.")]
+    pieces: Annotated[list[FollowedPiece], Meta(description="Those that came back last; a long request has more.")]
 
 
 class RequestTrace:
