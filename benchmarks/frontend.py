@@ -67,6 +67,7 @@ from benchmarks.load import run_load
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus, Lines
 from common.metrics import Metrics, open_metrics
+from common.run_dir import RunDir
 from common.text.tokenization import Tokenizer
 from common.wire.codec import Frame, Message, decode, encode
 from common.wire.messages import (
@@ -84,9 +85,10 @@ from common.wire.messages import (
     Welcome,
 )
 from common.wire.packing import Replies, Requests
-from common.wire.transport import Dealer, Router, address, now_ns, prepare_run_dir
-from gateway.client import Ledger, OpenRequest, Options
-from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, Outcome, read_request
+from common.wire.transport import Dealer, Router, now_ns
+from gateway.ledger import Ledger
+from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, ModelOutput, read_request
+from gateway.open_request import OpenRequest, Options
 from gateway.routes import openai
 from scheduler.state import Kill, Scheduler
 
@@ -269,9 +271,9 @@ async def gateway_stages(
         frames.clear()
         body = json.dumps({"model": "oracle", "encoding_format": encoding_format, "input": asked_texts}).encode()
         with stages.stage("parse"):
-            asked = read_request(body, [openai.EMBEDDINGS], facts, limits)
-        assert not isinstance(asked, LocalRequest)
-        request = asked.request
+            parsed = read_request(body, [openai.EMBEDDINGS], facts, limits)
+        assert not isinstance(parsed, LocalRequest)
+        request = parsed.request
         assert isinstance(request, EmbeddingRequest)
         with stages.stage("tokenize"):
             sequences = tokenizer.encode(request.inputs.texts, request.truncation)
@@ -286,7 +288,7 @@ async def gateway_stages(
             ledger.on_message(decode(reply), now_ns())
             embedded = opened.future.result()
         with stages.stage("render"):
-            asked.render(Outcome(embedded.rows, facts, TOKENS, "", {}, range(len(asked_texts))))
+            parsed.render(ModelOutput(embedded.rows, facts, TOKENS, "", {}, range(len(asked_texts))))
     return stages.medians()
 
 
@@ -317,7 +319,7 @@ def _gateway(run_dir: str, number: int, counts: Counts, most_together: int) -> N
         for num_requests in range(1, most_together + 1)
     }
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = Dealer(context, address(run_dir, "gateways"), f"g{number}")
+    dealer = Dealer(context, RunDir(run_dir).address("gateways"), f"g{number}")
     while not isinstance(message := dealer.receive(), Ping) or not message.workers_ready:
         dealer.send(Join(PROTOCOL_VERSION, f"gateway-{number}", os.getpid()))
         dealer.socket.poll(100)
@@ -364,7 +366,7 @@ def _gateway(run_dir: str, number: int, counts: Counts, most_together: int) -> N
 def _oracle(run_dir: str, facts: ModelFacts, counts: Counts) -> None:
     """A worker that answers at once."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = Dealer(context, address(run_dir, "workers"), "w")
+    dealer = Dealer(context, RunDir(run_dir).address("workers"), "w")
     rows = some_rows(NUM_GATEWAYS * OUTSTANDING)
     epoch: int | None = None
     next_beat_s = 0.0
@@ -392,7 +394,7 @@ def _relay(run_dir: str) -> None:
         zmq.backend.Socket.send(socket, frames[-1], _LAST)
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    gateways, workers = (Router(context, address(run_dir, side)) for side in ("gateways", "workers"))
+    gateways, workers = (Router(context, RunDir(run_dir).address(side)) for side in ("gateways", "workers"))
     ping = Ping(EPOCH, 1, 1, True)
     rows = some_rows(SEQUENCES)
     whole = np.ones(SEQUENCES, dtype=np.int32)
@@ -434,7 +436,7 @@ def _relay(run_dir: str) -> None:
 def _scheduler(run_dir: str, facts: ModelFacts, counts: Counts) -> None:
     """A stand-in for the scheduler behind a gateway: answers every request at once."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = Router(context, address(run_dir, "gateways"))
+    router = Router(context, RunDir(run_dir).address("gateways"))
     rows = some_rows(BULK_TEXTS, facts.dimensions)
     peers: set[bytes] = set()
     next_ping_s = 0.0
@@ -531,7 +533,7 @@ class Runner:
     @contextmanager
     def _processes(self) -> Iterator[tuple[str, Callable[..., int], Counts]]:
         run_dir = str(self._folder / f"run-{next(self._runs)}")
-        prepare_run_dir(run_dir)
+        RunDir(run_dir).prepare()
         counts = Counts(self._spawn.Value("q", 0), self._spawn.Value("q", 0))
         started: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""What is true of every answer: the error body, the headers that tell whether to try again, usage, ids and timings."""
+"""What answers of all dialects share: the error body, the headers for a retry, usage, request ids and timings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens that were run, special ones and prompts included."""
+    """How many tokens were run, with special tokens and prompts."""
 
     prompt_tokens: int
     total_tokens: int
@@ -47,13 +47,13 @@ def error_object(error: ServiceError) -> dict[str, str | None]:
 def render_error(error: ServiceError) -> bytes:
     """An `ErrorBody`.
 
-    Voyage's client takes an error without `detail` for a broken server's: it would not try a 429 again.
+    Without `detail`, Voyage's client takes the server for broken and does not send a request again after a 429.
     """
     return orjson.dumps({"error": error_object(error), "detail": error.message})
 
 
 def error_headers(error: ServiceError) -> dict[str, str]:
-    """What tells a client whether and when to try again."""
+    """The headers that tell a client whether to try again, and when."""
     headers = {"Content-Type": JSON}
     if error.status in (429, 503):
         wait_s = 1.0 if error.retry_after_s is None else error.retry_after_s
@@ -67,24 +67,24 @@ def error_headers(error: ServiceError) -> dict[str, str]:
 
 
 def render_usage(num_tokens: int) -> bytes:
-    """The member of an answer's object that says how many tokens were run."""
+    """The member `usage` of an answer's object."""
     return b'"usage":{"prompt_tokens":%d,"total_tokens":%d}' % (num_tokens, num_tokens)
 
 
 def new_request_id() -> str:
-    # Not uuid4(): asking the kernel for randomness hands over the interpreter's lock, 45 µs a request under load.
+    # Not uuid4(): it asks the kernel, which releases the interpreter's lock and costs 45 µs a request under load.
     return f"{random.getrandbits(128):032x}"
 
 
 def request_id_of(given: str | None) -> str:
-    """The client's own id where it may be repeated in a header and a log; else a new one."""
+    """The client's own id, if it is fit for a header and a log; otherwise a new one."""
     if given is not None and 0 < len(given) <= _MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
         return given
     return new_request_id()
 
 
 def server_timing(parse_us: int, tokenize_us: int, queue_us: int, step_us: int, render_us: int, total_us: int) -> str:
-    """The header's value: stages in the order in which they happen, milliseconds with microsecond digits."""
+    """The value of the header `Server-Timing`: stages in their order, in milliseconds with microsecond digits."""
     return (
         f"parse;dur={parse_us / 1000:.3f}, tokenize;dur={tokenize_us / 1000:.3f}, queue;dur={queue_us / 1000:.3f}, "
         f"step;dur={step_us / 1000:.3f}, render;dur={render_us / 1000:.3f}, total;dur={total_us / 1000:.3f}"

@@ -18,7 +18,7 @@ import pybase64
 
 from common.errors import InvalidRequest, NonfiniteOutput
 from common.wire.messages import ModelFacts
-from gateway.client import Rows
+from gateway.open_request import Rows
 from gateway.schema import check_at_most, unsupported
 
 Logits = npt.NDArray[np.float32]  # [pairs], or [pairs, labels]

@@ -1,8 +1,8 @@
-"""The gateway's process: its listening socket, its event loop, the signals that stop it or have it read its keys again.
+"""The gateway's process: its listening socket, its event loop, and the signals that stop it or renew its keys.
 
-Under a supervisor the socket is inherited (supervisord's fcgi-program passes it as standard input) and outlives this
-process, so that a restart resets no connection: those that come in between wait in its queue. It is closed here, never
-shut down. (SO_REUSEPORT was measured against it: 21 resets in 5,670 connections, against none in 5,001.)
+Under a supervisor the process inherits the socket (supervisord's fcgi-program passes it as standard input). The socket
+outlives the process, so a restart resets no connection: new ones wait in the socket's queue. The process closes it and
+never shuts it down. Rejected: SO_REUSEPORT, with 21 resets in 5,670 connections, against none in 5,001.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REFUSED_S = 10.0
 
 
 def main(config: GatewayConfig, on_ready: Callable[[], None]) -> int:
-    """Serve until a signal comes; the process's exit status. `on_ready` is called once clients can connect."""
+    """Serve until a signal comes. Returns the exit status. `on_ready` is called once clients can connect."""
     bound_tokenizer_threads(config.tokenizer_threads)
     try:
         keys = KeyCheck(known_keys(config.api_keys_file, environment.api_key()))
@@ -60,20 +60,19 @@ async def _serve(
     config: GatewayConfig, metrics: Metrics, keys: KeyCheck, sock: socket.socket, on_ready: Callable[[], None]
 ) -> int:
     name = f"gateway-{config.slot}"
-    of_models = {
-        model: SchedulerClient(RunDir(config.run_dir).model_dir(model).path, name, metrics, model=model)
-        for model in config.models
-    }
-    clients = list(of_models.values()) or [SchedulerClient(config.run_dir, name, metrics)]
-    gateway = Gateway(config, of_models or clients[0], metrics, keys=keys)
+    clients = [
+        SchedulerClient(run_dir.path, name, metrics, model=model)
+        for model, run_dir in RunDir(config.run_dir).model_dirs(config.models).items()
+    ]
+    gateway = Gateway(config, clients, metrics, keys=keys)
     stop, stop_now, hangup = asyncio.Event(), asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
-    # Of another version than the scheduler, say after an upgrade: a new process has the code that is installed now. Not
-    # at once, since it would be refused again where the scheduler is the old one; until then it answers 503.
+    # A scheduler of another version refuses this gateway, for example after an upgrade. The process then ends, since a
+    # new one has the code that is installed now. It waits first, in case the scheduler is the old one, and answers 503.
     for client in clients:
         client.on_refused = lambda: loop.call_later(_REFUSED_S, stop.set)
 
@@ -82,8 +81,8 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, hangup.set)
     renewing = asyncio.create_task(_renew(config, keys, hangup))
     await gateway.start(sock)
-    # Nothing of what there is now becomes garbage, and requests leave next to none: to look for it as often as usual
-    # took 4 % of a gateway's time (2026-11-30).
+    # Objects that exist now never become garbage, and requests leave almost none. Collecting as often as usual took 4 %
+    # of a gateway's time (2026-11-30).
     gc.freeze()
     gc.set_threshold(10_000)
     logger.info("listening on %s port %d", *sock.getsockname()[:2])
@@ -107,7 +106,7 @@ async def _serve(
 
 
 async def _renew(config: GatewayConfig, keys: KeyCheck, hangup: asyncio.Event) -> None:
-    """At each SIGHUP open the log's file and read the keys again. What cannot be had stays as it was."""
+    """At each SIGHUP open the log's file and read the keys again. If one fails, the old one stays in use."""
     while True:
         await hangup.wait()
         hangup.clear()
@@ -127,7 +126,7 @@ async def _renew(config: GatewayConfig, keys: KeyCheck, hangup: asyncio.Event) -
 
 
 def _inherited_socket() -> socket.socket | None:
-    """The listening socket that a supervisor passed as standard input; a copy, so that 0 itself stays as it is."""
+    """The listening socket that a supervisor passed as standard input, as a copy: descriptor 0 stays open."""
     try:
         if not stat.S_ISSOCK(os.fstat(0).st_mode):
             return None
@@ -149,7 +148,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        # Here rather than by the loop: of two sockets that are bound with SO_REUSEADDR, only the second listen fails.
+        # Here and not in the event loop: of two sockets bound with SO_REUSEADDR, only the second one's listen fails.
         sock.listen(_BACKLOG)
     except OSError:
         sock.close()

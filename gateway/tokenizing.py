@@ -1,24 +1,17 @@
-"""Tokenization, mostly off the event loop: a few threads, and the tokenizer of whichever model is served now.
+"""Tokenization: from a request's texts and token ids to checked sequences. All but queries are tokenized on threads.
 
-The tokenizers release the interpreter's lock while they work, so threads suffice. But at thousands of short texts a
-second the lock's way to the thread and back costs more than the work: on two otherwise idle cores 405 µs of CPU a
-request against 190 when all ran on one core (2026-11-29). So a query, which takes some 50 µs, is tokenized where it
-is, on the event loop. Short requests beyond that which wait at the same moment are tokenized together, in one call:
-while one batch of them runs the next one gathers, without a timer. Rejected: an executor with a job a request; the
-event loop for all of them, which a single text of 8,192 characters would stop for milliseconds.
+At thousands of short texts a second, handing the interpreter's lock to a thread and back costs more than the work: 405
+µs of CPU for each request on two idle cores, against 190 µs on one core (2026-11-29). So a query, which takes about 50
+µs, is tokenized on the event loop. Longer requests that are still short are tokenized together (`short_texts.py`).
+Rejected: the event loop for everything, which one text of 8,192 characters would stop for milliseconds.
 
-A long list is tokenized part by part, each part queued behind whatever came in the meantime, so that a request of
-2,048 texts, or a query with 1,000 documents, delays a short one by a part and not by all of them. What waits is
-bounded by the requests that the gateway holds at once.
+A long list is tokenized in parts. Each part is queued behind the work that came in the meantime. So a request of 2,048
+texts, or a query with 1,000 documents, delays a short request by one part only. The number of requests that the
+gateway holds bounds the queue.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import queue
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -26,47 +19,47 @@ from typing import TypeVar
 
 import numpy as np
 
-from common.errors import InternalError, InvalidRequest, ServiceError, Unavailable
+from common.errors import InvalidRequest, ServiceError
 from common.text.chunks import Chunks, ChunkTokenizer
 from common.text.pairs import EncodeDocuments, Pair, PairNames, PairTokenizer, pair_tokenizer
-from common.text.tokenization import NameOf, TokenIds, Tokenizer, TruncationRule
-from common.wire.messages import ModelFacts, Spans
-from common.wire.transport import now_ns
-from gateway.client import Status
-from gateway.model_requests import EmbeddingRequest, Inputs, LabelsRequest, LocalRequest, PairsRequest
+from common.text.tokenization import NameOf, TokenIds, Tokenizer
+from common.wire.messages import ModelFacts, Spans, max_rows
+from gateway.model_requests import (
+    ContextualRequest,
+    EmbeddingRequest,
+    Inputs,
+    LabelsRequest,
+    LocalRequest,
+    PairsRequest,
+)
+from gateway.short_texts import ShortTexts
+from gateway.threads import PART_INPUTS, PART_SIZE, QUERY_ON_LOOP, Threads
 
-logger = logging.getLogger(__name__)
-
-_PART_INPUTS = 64
-_PART_SIZE = 65_536  # characters, or token ids
-
-# A request up to this size is tokenized together with others, and one text up to that at once.
+# A request up to this size is tokenized together with other requests.
 _SHORT_INPUTS = 4
 _SHORT_CHARS = 4096
-_QUERY_CHARS = 512
-
-# How long a request waits for the first model: longer than a gateway or a small model's worker takes to start, so that
-# a restart fails nobody; not much longer, since a client is better told that nothing is there.
-_PATIENCE_S = 10.0
 
 T = TypeVar("T")
+
+# Makes the sequences of a half-open range of inputs.
+_TokenizeRange = Callable[[int, int], list[TokenIds]]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's facts and what tokenizes for it: a request takes all of it together."""
+    """A model's facts and its tokenizers, which belong together: a request keeps the one that it began with."""
 
     facts: ModelFacts
     tokenizer: Tokenizer
-    pairs: PairTokenizer | None = None  # of a model that takes pairs
-    chunks: ChunkTokenizer | None = None  # of a model that takes documents in chunks
+    pairs: PairTokenizer | None = None  # None: the model takes no pairs
+    chunks: ChunkTokenizer | None = None  # None: the model takes no documents in chunks
 
     @classmethod
     def load(cls, facts: ModelFacts) -> Model:
-        """The model of `facts`. It reads files.
+        """The model of `facts`. Reads files.
 
         Raises:
-            OSError, ValueError, InternalError: tokenizer.json cannot be read, or does not fit what the facts say.
+            OSError, ValueError, InternalError: tokenizer.json cannot be read, or does not fit the facts.
         """
         tokenizer = Tokenizer(facts)
         return cls(
@@ -76,26 +69,30 @@ class Model:
             ChunkTokenizer(facts, tokenizer) if facts.separator_id is not None else None,
         )
 
+    def with_facts(self, facts: ModelFacts) -> Model | None:
+        """The same model with new facts; None if they need another tokenizer."""
+        return replace(self, facts=facts) if _tokenized_by(self.facts) == _tokenized_by(facts) else None
+
 
 @dataclass(slots=True)
-class EncodedInputs:
-    """Inputs as sequences; of a partial request those that can be, and what is wrong with the others."""
+class TokenizedInputs:
+    """The inputs of a request as sequences, and the errors of the inputs that a partial request leaves out."""
 
     sequences: list[TokenIds]
     places: Sequence[int]  # of each sequence, in the client's list
     failures: dict[int, ServiceError]  # by place
-    spans: list[Spans] | None = None  # of each sequence those that a row is made of; None: one of the whole
+    spans: list[Spans] | None = None  # for each sequence, those that are pooled; None: all of its tokens
 
     @classmethod
-    def of(cls, encoded: list[TokenIds | InvalidRequest], inputs: Inputs) -> EncodedInputs:
-        """Raises InvalidRequest where there is nothing but errors."""
-        errors = {index: error for index, error in enumerate(encoded) if isinstance(error, InvalidRequest)}
-        of_all = cls(encoded, inputs.places, dict(inputs.failures))  # type: ignore[arg-type]  # errors are dropped next
+    def of(cls, found: list[TokenIds | InvalidRequest], inputs: Inputs) -> TokenizedInputs:
+        """What was found for each input. Raises InvalidRequest if all of it are errors."""
+        errors = {index: error for index, error in enumerate(found) if isinstance(error, InvalidRequest)}
+        of_all = cls(found, inputs.places, dict(inputs.failures))  # type: ignore[arg-type]  # errors are dropped next
         of_all.drop(errors)
         return of_all
 
     def drop(self, errors: Mapping[int, ServiceError]) -> None:
-        """Leave out these sequences, for these reasons. Raises the first one where none would be left."""
+        """Leave out the sequences at these indices. Raises the first error if no sequence would be left."""
         if not errors:
             return
         if len(errors) == len(self.sequences):
@@ -108,10 +105,10 @@ class EncodedInputs:
             self.spans = [self.spans[index] for index in kept]
 
     def leave_out(self, start: int, request: EmbeddingRequest) -> None:
-        """Make rows of what follows the first `start` tokens.
+        """Leave the first `start` tokens of each sequence out of its row.
 
         Raises:
-            InvalidRequest: nothing follows them; of a partial request only where that is true of every input.
+            InvalidRequest: an input has no other token; for a partial request, no input has one.
         """
         errors: dict[int, ServiceError] = {}
         for index, sequence in enumerate(self.sequences):
@@ -129,14 +126,14 @@ class EncodedInputs:
 
 
 @dataclass(slots=True)
-class EncodedPairs:
-    """Pairs as sequences, each different one once: what is the same gets the same score, whatever runs beside it."""
+class TokenizedPairs:
+    """Pairs as sequences without repetition, so that equal pairs get equal scores, whatever runs beside them."""
 
     sequences: list[TokenIds] = field(default_factory=list)
-    type_starts: list[int] = field(default_factory=list)  # where the tokens of type 1 begin within each sequence
-    first_pairs: list[int] = field(default_factory=list)  # of each sequence, the first pair that it is
-    places: list[int] = field(default_factory=list)  # of each pair, the place of its sequence
-    _known: dict[tuple[bytes, int], int] = field(default_factory=dict)  # places by token ids and type start
+    type_starts: list[int] = field(default_factory=list)  # for each sequence, where its tokens of type 1 begin
+    first_pairs: list[int] = field(default_factory=list)  # for each sequence, the index of the first pair that it is
+    places: list[int] = field(default_factory=list)  # for each pair, the index of its sequence
+    _known: dict[tuple[bytes, int], int] = field(default_factory=dict)  # that index, by token ids and type start
 
     def add(self, pair: Pair) -> None:
         place = self._known.setdefault((pair.ids.tobytes(), pair.type_start), len(self.sequences))
@@ -147,227 +144,76 @@ class EncodedPairs:
         self.places.append(place)
 
 
-@dataclass(slots=True, eq=False)
-class _Work:
-    function: Callable[[], object]
-    future: asyncio.Future[object]
-    result: object = None
-    error: BaseException | None = None
+class RequestTokenizer:
+    """Makes checked sequences of requests: one method for each kind. No request may have more than `max_tokens`."""
 
-
-@dataclass(slots=True, eq=False)
-class _ShortRequest:
-    """Texts that wait to be tokenized together with others'."""
-
-    model: Model
-    truncation: TruncationRule
-    texts: list[str]
-    num_chars: int
-    name_of: NameOf
-    future: asyncio.Future[list[TokenIds]]
-
-
-class Threads:
-    """Runs functions on `num_threads` threads, first come first served. Belongs to one event loop."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._finished: deque[_Work] = deque()
-        self._delivery_due = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"encoding-{index}", daemon=True) for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """What `function` returns or raises. A future that is cancelled takes along work that has not begun."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Work(function, future))  # type: ignore[arg-type]  # what the function returns is the future's
-        return future
-
-    def close(self) -> None:
-        """End the threads once they have done what is queued."""
-        for _ in self._threads:
-            self._queue.put(None)
-
-    def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            if work.future.cancelled():
-                continue
-            try:
-                work.result = work.function()
-            except BaseException as error:  # noqa: BLE001  # handed to whoever waits; the thread lives on
-                work.error = error
-            self._finished.append(work)
-            if not self._delivery_due:
-                self._delivery_due = True
-                try:
-                    self._loop.call_soon_threadsafe(self._deliver)
-                except RuntimeError:
-                    return  # the loop is closed: nobody waits any more
-
-    def _deliver(self) -> None:
-        # Before the queue is emptied: work that is appended after that sees False, and its thread calls again.
-        self._delivery_due = False
-        while self._finished:
-            work = self._finished.popleft()
-            if work.future.done():
-                continue
-            if work.error is None:
-                work.future.set_result(work.result)
-            else:
-                work.future.set_exception(work.error)
-
-
-class Encoder:
-    """Text and token ids to checked sequences, for the model that is served now."""
-
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: Threads, *, max_tokens: int) -> None:
         self._threads = threads
-        self._short: deque[_ShortRequest] = deque()
-        self._short_runs = False  # a batch of them is being tokenized
-        self._model: Model | None = None
-        self._status: Status = "starting"
-        self._reason = "No worker has loaded the model yet."
-        self._loading: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()  # there is a model, or there will be none
+        self._max_tokens = max_tokens
+        self._short = ShortTexts(threads)
 
-    @property
-    def model(self) -> Model:
-        """The model that is served now.
+    def tokenize_query(self, model: Model, request: EmbeddingRequest) -> TokenizedInputs | None:
+        """What `tokenize_inputs` returns, made on the event loop; None if the request is not a short query.
 
         Raises:
-            Unavailable: none yet, or its tokenizer cannot be loaded.
-        """
-        if self._model is None:
-            raise Unavailable(self._reason + " Try again.", retry_after_s=1)
-        return self._model
-
-    async def wait_for_model(self, deadline_ns: int) -> Model:
-        """The model that is served; while a process starts or a model is replaced, a request waits for it here.
-
-        Raises:
-            Unavailable: none came in good time, or its tokenizer cannot be loaded.
-        """
-        if self._model is None and not self._settled.is_set():
-            patience_s = min(_PATIENCE_S, (deadline_ns - now_ns()) / 1e9)
-            try:
-                async with asyncio.timeout(patience_s):
-                    await self._settled.wait()
-            except TimeoutError:
-                pass  # `model` says what is missing
-        return self.model
-
-    @property
-    def status(self) -> Status:
-        """ready, starting or unavailable."""
-        return "ready" if self._model is not None else self._status
-
-    @property
-    def reason(self) -> str:
-        """Why there is no model, in one sentence; empty when there is one."""
-        return "" if self._model is not None else self._reason
-
-    def on_facts(self, facts: ModelFacts) -> None:
-        """Serve the model of `facts`; where it has another tokenizer, from when that is loaded."""
-        if self._model is not None and _same_tokenizer(self._model.facts, facts):
-            self._model = replace(self._model, facts=facts)
-            return
-        # What workers run now is the new model: the old one's tokens would give wrong vectors.
-        self._model = None
-        self._settled.clear()
-        self._status, self._reason = "starting", "The model's tokenizer is being loaded."
-        if self._loading is not None:
-            self._loading.cancel()
-        self._loading = asyncio.ensure_future(self._load(facts))
-
-    async def wait_loaded(self) -> None:
-        """Return when nothing is being loaded."""
-        if self._loading is not None:
-            await asyncio.wait([self._loading])
-
-    async def close(self) -> None:
-        if self._loading is not None:
-            self._loading.cancel()
-            await asyncio.gather(self._loading, return_exceptions=True)
-
-    def encode_query(self, model: Model, request: EmbeddingRequest, *, max_tokens: int) -> EncodedInputs | None:
-        """What `encode_inputs` would make of a query, on the event loop; None of what takes longer.
-
-        Raises:
-            InvalidRequest: as there.
+            InvalidRequest: as in `tokenize_inputs`.
             InternalError: the tokenizer failed.
         """
         texts, prompt = request.inputs.texts, request.prompt
-        if len(texts) != 1 or len(prompt) + len(texts[0]) > _QUERY_CHARS or request.partial:
+        if len(texts) != 1 or len(prompt) + len(texts[0]) > QUERY_ON_LOOP or request.partial:
             return None
         if prompt and not (model.facts.include_prompt or request.by_token):
             return None
         sequences = model.tokenizer.encode([prompt + texts[0]], request.truncation, request.inputs.name)
-        _check_num_tokens(1, len(sequences[0]), max_tokens, request.inputs.list_name)
+        _check_num_tokens(1, len(sequences[0]), self._max_tokens_of(model, request), request.inputs.list_name)
         spans = [_each_token(len(sequences[0]))] if request.by_token else None
-        return EncodedInputs(sequences, request.inputs.places, {}, spans)
+        return TokenizedInputs(sequences, request.inputs.places, {}, spans)
 
-    async def encode_inputs(self, model: Model, request: EmbeddingRequest, *, max_tokens: int) -> EncodedInputs:
-        """A sequence of each input: of a text with the prompt before it, of token ids as they are.
+    async def tokenize_inputs(self, model: Model, request: EmbeddingRequest) -> TokenizedInputs:
+        """A sequence for each input. The prompt goes before a text; token ids are used as they are.
 
         Raises:
-            InvalidRequest: an input is too long, holds no token or what is no token id, or all together have too many
-                tokens. Of a partial request only where that is true of every input.
+            InvalidRequest: an input is too long, has no token or a wrong token id, or all together have too many
+                tokens. A partial request fails for an input only if every input fails.
             InternalError: the tokenizer failed.
         """
-        inputs = request.inputs
-        if inputs.token_ids and not request.truncation.allowed:
-            # Before anything looks at each of them: a body may hold millions.
-            _check_num_tokens(len(inputs), sum(map(len, inputs.token_ids)), max_tokens, inputs.list_name)
-        if inputs.texts and self._is_short(request):
-            sequences: list[TokenIds | InvalidRequest] = [*await self._encode_short(model, request)]
-            _check_num_tokens(len(sequences), sum(map(_num_tokens, sequences)), max_tokens, inputs.list_name)
-        else:
-            sizes = [len(request.prompt) + len(text) for text in inputs.texts] or list(map(len, inputs.token_ids))
-            encode_part = partial(_encode_part, model, request)
-            sequences = await self._in_parts(encode_part, sizes, _num_tokens, max_tokens, name=inputs.list_name)
-        encoded = EncodedInputs.of(sequences, inputs)
+        read = self._tokenize_texts if request.inputs.texts else self._check_token_ids
+        tokenized = TokenizedInputs.of(await read(model, request), request.inputs)
         if request.by_token:
-            encoded.spans = [_each_token(len(sequence)) for sequence in encoded.sequences]
+            tokenized.spans = [_each_token(len(sequence)) for sequence in tokenized.sequences]
         elif request.prompt and not model.facts.include_prompt:
             start = await self._threads.run(partial(model.tokenizer.prompt_length, request.prompt))
-            encoded.leave_out(start, request)
-        return encoded
+            tokenized.leave_out(start, request)
+        return tokenized
 
-    def _is_short(self, request: EmbeddingRequest) -> bool:
-        texts = request.inputs.texts
-        return (
-            len(texts) <= _SHORT_INPUTS
-            and not request.partial
-            and sum(map(len, texts)) + len(request.prompt) * len(texts) <= _SHORT_CHARS
+    async def tokenize_documents(self, model: Model, request: ContextualRequest) -> list[Chunks]:
+        """A sequence for each document, which is a list of chunks.
+
+        Raises:
+            InvalidRequest: a document is too long, a chunk has no token, or all together have too many tokens.
+            InternalError: the tokenizer failed.
+        """
+        tokenizer, documents = model.chunks, request.documents
+        assert tokenizer is not None, "no other model passes the dialect's parser"
+
+        def tokenize_range(start: int, stop: int) -> list[Chunks]:
+            return [tokenizer.encode(documents[index], f"input[{index}]") for index in range(start, stop)]
+
+        sizes = [sum(map(len, chunks)) for chunks in documents]
+        max_tokens = min(self._max_tokens, request.max_tokens)
+        return await self._in_parts(
+            tokenize_range, sizes, lambda document: len(document.ids), max_tokens, noun="documents"
         )
 
-    def _encode_short(self, model: Model, request: EmbeddingRequest) -> asyncio.Future[list[TokenIds]]:
-        texts = request.inputs.texts
-        if request.prompt:
-            texts = [request.prompt + text for text in texts]
-        short = _ShortRequest(
-            model,
-            request.truncation,
-            texts,
-            sum(map(len, texts)),
-            request.inputs.name,
-            asyncio.get_running_loop().create_future(),
-        )
-        self._short.append(short)
-        self._run_short()
-        return short.future
-
-    async def encode_pairs(self, tokenizer: PairTokenizer, request: PairsRequest, *, max_tokens: int) -> EncodedPairs:
-        """The pair of each document with its own query, or with the only one.
+    async def tokenize_pairs(self, model: Model, request: PairsRequest) -> TokenizedPairs:
+        """A pair for each document: with its own query, or with the only query.
 
         Raises:
             InvalidRequest: a pair is too long, or all together have too many tokens; see PairTokenizer.
             InternalError: the tokenizer failed.
         """
+        tokenizer = model.pairs
+        assert tokenizer is not None, "a model that scores takes pairs"
         queries, documents, names = request.queries, request.documents, request.names
         for_query = partial(
             tokenizer.for_query,
@@ -375,23 +221,19 @@ class Encoder:
             instruction=request.instruction,
             max_document_tokens=request.max_document_tokens,
         )
-        encoded = EncodedPairs()
 
-        @cache  # on a thread, with the first part
+        @cache  # called on a thread, with the first part
         def read_query() -> EncodeDocuments:
             return for_query(queries[0], names=names)
 
-        def encode_part(start: int, stop: int) -> list[Pair]:
+        def tokenize_range(start: int, stop: int) -> list[Pair]:
             if len(queries) == 1:
                 of_part = replace(names, first_index=None if names.first_index is None else names.first_index + start)
-                pairs = read_query()(documents[start:stop], of_part)
-            else:
-                pairs = []
-                for index in range(start, stop):
-                    of_pair = PairNames(f"{names.query}[{index}]", names.documents, index)
-                    pairs += for_query(queries[index], names=of_pair)([documents[index]], of_pair)
-            for pair in pairs:  # here, on a thread: a million token ids take milliseconds
-                encoded.add(pair)
+                return read_query()(documents[start:stop], of_part)
+            pairs: list[Pair] = []
+            for index in range(start, stop):
+                of_pair = PairNames(f"{names.query}[{index}]", names.documents, index)
+                pairs += for_query(queries[index], names=of_pair)([documents[index]], of_pair)
             return pairs
 
         sizes = list(map(len, documents))
@@ -401,23 +243,19 @@ class Encoder:
             sizes = [size + len(queries[0]) for size in sizes]
         if tokenizer.rereads_query and request.instruction is not None:
             sizes = [size + len(request.instruction) for size in sizes]
-        await self._in_parts(
-            encode_part, sizes, lambda pair: len(pair.ids), max_tokens, name=names.documents, noun="pairs"
-        )
-        return encoded
+        return await self._pairs_in_parts(tokenize_range, sizes, name=names.documents, noun="pairs")
 
-    async def encode_labelled(
-        self, tokenizer: Tokenizer, pair_tokenizer: PairTokenizer, request: LabelsRequest, *, max_tokens: int
-    ) -> EncodedPairs:
-        """Each text, or pair of texts, as one sequence: a text as the tokenizer writes one, a pair as it writes pairs.
+    async def tokenize_labelled(self, model: Model, request: LabelsRequest) -> TokenizedPairs:
+        """A sequence for each text, and for each pair of texts.
 
         Raises:
-            InvalidRequest: one is too long or holds no token, or all together have too many tokens.
+            InvalidRequest: an input is too long or has no token, or all together have too many tokens.
             InternalError: the tokenizer failed.
         """
-        encoded = EncodedPairs()
+        tokenizer, of_pairs = model.tokenizer, model.pairs
+        assert of_pairs is not None, "a model that scores takes pairs"
 
-        def encode_part(start: int, stop: int) -> list[Pair]:
+        def tokenize_range(start: int, stop: int) -> list[Pair]:
             pairs: list[Pair] = []
             for index in range(start, stop):
                 name, texts = request.name_of(index), request.inputs[index]
@@ -426,23 +264,20 @@ class Encoder:
                     pairs.append(Pair(ids, len(ids)))
                 else:
                     names = PairNames(f"{name}[0]", f"{name}[1]", first_index=None)
-                    pairs += pair_tokenizer.encode(texts[0], [texts[1]], request.truncation, names=names)
-            for pair in pairs:
-                encoded.add(pair)
+                    pairs += of_pairs.encode(texts[0], [texts[1]], request.truncation, names=names)
             return pairs
 
         sizes = [sum(map(len, texts)) for texts in request.inputs]
-        await self._in_parts(encode_part, sizes, lambda pair: len(pair.ids), max_tokens, name="inputs")
-        return encoded
+        return await self._pairs_in_parts(tokenize_range, sizes, name="inputs")
 
-    async def answer_locally(self, model: Model, request: LocalRequest, *, max_size: int) -> list[bytes]:
-        """What the tokenizer says of each input, as JSON.
+    async def answer_locally(self, model: Model, request: LocalRequest) -> list[bytes]:
+        """What the tokenizer answers for each input, as JSON.
 
         Raises:
-            InvalidRequest: an input is refused, or all together are larger than `max_size`.
+            InvalidRequest: an input is refused, or all together are too large.
             InternalError: the tokenizer failed.
         """
-        size = sum(request.sizes)
+        size, max_size = sum(request.sizes), self._max_tokens
         if size > max_size:
             raise InvalidRequest(
                 f"{request.name} has {size} {request.unit} in all; at most {max_size} fit into one request. "
@@ -451,32 +286,76 @@ class Encoder:
                 code="too_many_tokens",
             )
 
-        def answer_part(start: int, stop: int) -> list[bytes]:
+        def answer_range(start: int, stop: int) -> list[bytes]:
             return [request.answer(model.tokenizer, index) for index in range(start, stop)]
 
-        return await self._in_parts(answer_part, request.sizes, lambda _: 0, max_size)
+        return await self._in_parts(answer_range, request.sizes, lambda _: 0, max_size)
 
-    async def encode_documents(
-        self, tokenizer: ChunkTokenizer, documents: list[list[str]], *, max_tokens: int
-    ) -> list[Chunks]:
-        """Each document, which is a list of chunks, as one sequence.
+    # --- its steps ---
 
-        Raises:
-            InvalidRequest: a document is too long, a chunk holds no token, or all together have too many tokens.
-            InternalError: the tokenizer failed.
-        """
+    def _max_tokens_of(self, model: Model, request: EmbeddingRequest) -> int:
+        # A row for each token: no more rows than one message holds, since the answer would have gigabytes.
+        return min(self._max_tokens, max_rows(model.facts)) if request.by_token else self._max_tokens
 
-        def encode_part(start: int, stop: int) -> list[Chunks]:
-            return [tokenizer.encode(documents[index], f"input[{index}]") for index in range(start, stop)]
+    async def _tokenize_texts(self, model: Model, request: EmbeddingRequest) -> list[TokenIds | InvalidRequest]:
+        inputs, prompt, truncation = request.inputs, request.prompt, request.truncation
+        max_tokens = self._max_tokens_of(model, request)
+        if _is_short(request):
+            texts = [prompt + text for text in inputs.texts] if prompt else inputs.texts
+            sequences = await self._short.tokenize(model.tokenizer, truncation, texts, inputs.name)
+            _check_num_tokens(len(sequences), sum(map(len, sequences)), max_tokens, inputs.list_name)
+            return [*sequences]
 
-        sizes = [sum(map(len, chunks)) for chunks in documents]
-        return await self._in_parts(
-            encode_part, sizes, lambda document: len(document.ids), max_tokens, noun="documents"
-        )
+        def tokenize_range(start: int, stop: int) -> list[TokenIds]:
+            texts = inputs.texts[start:stop]
+            if prompt:
+                texts = [prompt + text for text in texts]
+            return model.tokenizer.encode(texts, truncation, lambda offset: inputs.name(start + offset))
+
+        sizes = [len(prompt) + len(text) for text in inputs.texts]
+        return await self._inputs_in_parts(tokenize_range, sizes, request, max_tokens)
+
+    async def _check_token_ids(self, model: Model, request: EmbeddingRequest) -> list[TokenIds | InvalidRequest]:
+        inputs, truncation = request.inputs, request.truncation
+        max_tokens = self._max_tokens_of(model, request)
+        sizes = list(map(len, inputs.token_ids))
+        if not truncation.allowed:
+            # Before the ids are looked at one by one: a body may hold millions.
+            _check_num_tokens(len(inputs), sum(sizes), max_tokens, inputs.list_name)
+
+        def check_range(start: int, stop: int) -> list[TokenIds]:
+            return [
+                model.tokenizer.check_ids(inputs.token_ids[index], truncation, inputs.name(index))
+                for index in range(start, stop)
+            ]
+
+        return await self._inputs_in_parts(check_range, sizes, request, max_tokens)
+
+    async def _inputs_in_parts(
+        self, tokenize_range: _TokenizeRange, sizes: list[int], request: EmbeddingRequest, max_tokens: int
+    ) -> list[TokenIds | InvalidRequest]:
+        make_range: Callable[[int, int], Sequence[TokenIds | InvalidRequest]] = tokenize_range
+        if request.partial:
+            make_range = partial(_each_or_its_error, tokenize_range)
+        return await self._in_parts(make_range, sizes, _num_tokens, max_tokens, name=request.inputs.list_name)
+
+    async def _pairs_in_parts(
+        self, tokenize_range: Callable[[int, int], list[Pair]], sizes: list[int], *, name: str, noun: str = "inputs"
+    ) -> TokenizedPairs:
+        tokenized = TokenizedPairs()
+
+        def add_range(start: int, stop: int) -> list[Pair]:
+            pairs = tokenize_range(start, stop)
+            for pair in pairs:  # on a thread, since a million token ids take milliseconds
+                tokenized.add(pair)
+            return pairs
+
+        await self._in_parts(add_range, sizes, lambda pair: len(pair.ids), self._max_tokens, name=name, noun=noun)
+        return tokenized
 
     async def _in_parts(
         self,
-        encode_part: Callable[[int, int], list[T]],
+        make_range: Callable[[int, int], Sequence[T]],
         sizes: list[int],
         num_tokens_of: Callable[[T], int],
         max_tokens: int,
@@ -484,137 +363,56 @@ class Encoder:
         name: str = "input",
         noun: str = "inputs",
     ) -> list[T]:
-        """What `encode_part` makes of half-open ranges of inputs of these sizes, one range after the other.
+        """What `make_range` makes of half-open ranges of inputs, one range after the other.
 
-        `name` and `noun` are how an error calls the list, and what is in it.
+        `sizes` are those of the inputs. An error calls the list `name` and its elements `noun`.
         """
-        encoded: list[T] = []
+        made: list[T] = []
         num_tokens = 0
         for start, stop in _parts(sizes):
-            part = await self._threads.run(partial(encode_part, start, stop))
-            encoded += part
+            part = await self._threads.run(partial(make_range, start, stop))
+            made += part
             num_tokens += sum(map(num_tokens_of, part))
-            _check_num_tokens(len(encoded), num_tokens, max_tokens, name, noun)
-        return encoded
-
-    def _run_short(self) -> None:
-        """Tokenize what short requests wait, as one batch at a time: those that come meanwhile are the next one."""
-        while self._short and not self._short_runs:
-            batch = self._take_short()
-            if batch:
-                self._short_runs = True
-                self._threads.run(partial(_encode_together, batch)).add_done_callback(partial(self._on_short, batch))
-
-    def _take_short(self) -> list[_ShortRequest]:
-        """The requests at the front that one call can serve; those whose clients have left are dropped."""
-        batch: list[_ShortRequest] = []
-        num_inputs = num_chars = 0
-        while self._short:
-            request = self._short[0]
-            if batch and (
-                request.model is not batch[0].model
-                or request.truncation != batch[0].truncation
-                or num_inputs + len(request.texts) > _PART_INPUTS
-                or num_chars + request.num_chars > _PART_SIZE
-            ):
-                break
-            self._short.popleft()
-            if not request.future.done():
-                batch.append(request)
-                num_inputs += len(request.texts)
-                num_chars += request.num_chars
-        return batch
-
-    def _on_short(
-        self, batch: list[_ShortRequest], outcomes: asyncio.Future[list[list[TokenIds] | BaseException]]
-    ) -> None:
-        for request, outcome in zip(batch, outcomes.result(), strict=True):
-            _deliver(request, outcome)
-        self._short_runs = False
-        self._run_short()
-
-    async def _load(self, facts: ModelFacts) -> None:
-        try:
-            model = await self._threads.run(partial(Model.load, facts))
-        except (OSError, ValueError, InternalError) as error:
-            self._status = "unavailable"
-            self._reason = "The model's tokenizer cannot be loaded; the gateway's log says why."
-            self._settled.set()
-            logger.error("the tokenizer of %s cannot be loaded: %s", facts.name, error)  # noqa: TRY400  # the text says it all
-            return
-        self._model = model
-        self._settled.set()
-        logger.info("serving %s: %d dimensions, %d tokens", facts.name, facts.dimensions, facts.max_tokens)
+            _check_num_tokens(len(made), num_tokens, max_tokens, name, noun)
+        return made
 
 
-def _encode_part(model: Model, request: EmbeddingRequest, start: int, stop: int) -> list[TokenIds | InvalidRequest]:
-    """The sequences of a range of inputs; of a partial request what is wrong with one stands in its place."""
-    inputs, truncation, tokenizer = request.inputs, request.truncation, model.tokenizer
+def _is_short(request: EmbeddingRequest) -> bool:
+    texts = request.inputs.texts
+    return (
+        len(texts) <= _SHORT_INPUTS
+        and not request.partial
+        and sum(map(len, texts)) + len(request.prompt) * len(texts) <= _SHORT_CHARS
+    )
 
-    def encode(first: int, last: int) -> list[TokenIds]:
-        if inputs.texts:
-            texts = inputs.texts[first:last]
-            if request.prompt:
-                texts = [request.prompt + text for text in texts]
-            return tokenizer.encode(texts, truncation, lambda offset: inputs.name(first + offset))
-        return [
-            tokenizer.check_ids(inputs.token_ids[index], truncation, inputs.name(index)) for index in range(first, last)
-        ]
 
+def _each_or_its_error(tokenize_range: _TokenizeRange, start: int, stop: int) -> list[TokenIds | InvalidRequest]:
+    """The sequences of a range of inputs, with its error in the place of an input that fails."""
     try:
-        return [*encode(start, stop)]
+        return [*tokenize_range(start, stop)]
     except InvalidRequest:
-        if not request.partial:
-            raise
-    encoded: list[TokenIds | InvalidRequest] = []
+        pass  # one or more inputs failed: tokenize each by itself
+    found: list[TokenIds | InvalidRequest] = []
     for index in range(start, stop):
         try:
-            encoded += encode(index, index + 1)
+            found += tokenize_range(index, index + 1)
         except InvalidRequest as error:
-            encoded.append(error.with_traceback(None))  # whose frames hold this list, and so all that is asked
-    return encoded
+            found.append(error.with_traceback(None))  # its frames hold this list, and so the whole request
+    return found
 
 
 def _always(name: str) -> NameOf:
     return lambda _: name
 
 
-def _num_tokens(encoded: TokenIds | InvalidRequest) -> int:
-    return 0 if isinstance(encoded, InvalidRequest) else len(encoded)
+def _num_tokens(found: TokenIds | InvalidRequest) -> int:
+    return 0 if isinstance(found, InvalidRequest) else len(found)
 
 
 def _each_token(num_tokens: int) -> Spans:
-    """A span of each token: int32 [tokens, 2]."""
+    """A span for each token: int32 [tokens, 2]."""
     starts = np.arange(num_tokens, dtype=np.int32)
     return np.stack((starts, starts + 1), axis=1)
-
-
-def _encode_together(batch: list[_ShortRequest]) -> list[list[TokenIds] | BaseException]:
-    """What becomes of each request of a batch. It never raises: one request's error is its own."""
-    if len(batch) > 1:
-        tokenizer, truncation = batch[0].model.tokenizer, batch[0].truncation
-        try:
-            rows = iter(tokenizer.encode([text for request in batch for text in request.texts], truncation))
-            return [[next(rows) for _ in request.texts] for request in batch]
-        except BaseException:  # noqa: BLE001  # one of them is at fault: each runs alone, and is told its own place
-            pass
-    return [_encode_alone(request) for request in batch]
-
-
-def _deliver(request: _ShortRequest, outcome: list[TokenIds] | BaseException) -> None:
-    if request.future.done():
-        return
-    if isinstance(outcome, BaseException):
-        request.future.set_exception(outcome)
-    else:
-        request.future.set_result(outcome)
-
-
-def _encode_alone(request: _ShortRequest) -> list[TokenIds] | BaseException:
-    try:
-        return request.model.tokenizer.encode(request.texts, request.truncation, request.name_of)
-    except BaseException as error:  # noqa: BLE001  # handed to the one that waits
-        return error
 
 
 def _check_num_tokens(
@@ -629,12 +427,8 @@ def _check_num_tokens(
         )
 
 
-def _same_tokenizer(before: ModelFacts, after: ModelFacts) -> bool:
-    return _tokenized_by(before) == _tokenized_by(after)
-
-
 def _tokenized_by(facts: ModelFacts) -> tuple[object, ...]:
-    """All of a model's facts that its tokens depend on."""
+    """The facts that a model's tokens depend on."""
     return (
         facts.tokenizer_sha256,
         facts.max_tokens,
@@ -648,10 +442,10 @@ def _tokenized_by(facts: ModelFacts) -> tuple[object, ...]:
 
 
 def _parts(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of inputs of these sizes, each of at least one input and at most a part's worth."""
+    """Half-open ranges of inputs of these sizes: each at least one input and, beyond that, at most one part."""
     start, total = 0, 0
     for index, size in enumerate(sizes):
-        if index > start and (index - start >= _PART_INPUTS or total + size > _PART_SIZE):
+        if index > start and (index - start >= PART_INPUTS or total + size > PART_SIZE):
             yield start, index
             start, total = index, 0
         total += size

@@ -1,11 +1,11 @@
-"""What happened when to a request whose client asks for that with `X-Trace: 1` (`benchmarks/profile_latency.py` does).
+"""The trace of a request whose client sends `X-Trace: 1`, as `benchmarks/profile_latency.py` does.
 
-Moments are read of one clock by every process on the way (`common/wire/messages.py` has those beyond this one), and the
-time between two of them is a stage, so that stages neither overlap nor leave anything out. The answer says how long
-each took in `Server-Timing`, and in `X-Trace`, as JSON, when: nanoseconds of CLOCK_MONOTONIC, counted from `start_ns`
-on.
+Every process on the way reads the same clock at certain moments (`common/wire/messages.py` has those of the others).
+A stage is the time between two moments, so stages neither overlap nor leave a gap. The answer's `Server-Timing` tells
+how long each stage took. Its `X-Trace` tells as JSON when each moment was, in nanoseconds of CLOCK_MONOTONIC since
+`start_ns`.
 
-A request that is cut into pieces has several ways through the scheduler and a worker; its stages are those of the piece
+The pieces of a long request take several ways through the scheduler and the workers. The stages are those of the piece
 that came back last.
 """
 
@@ -30,30 +30,30 @@ _BEFORE = ("accepted", "read", "parsed", "tokenized")
 _AFTER = ("heard", "resumed", "rendered")
 MOMENTS = (*_BEFORE, *PIECE_MOMENTS, *_AFTER)
 
-# What lies between a moment and the next one.
+# The stage between each moment and the next.
 STAGES = (
     "body",  # key and limits, reading the body
     "parse",
     "tokenize",
-    "send",  # into the ledger; of a long request, until there was room at the scheduler
+    "send",  # into the ledger; for a long request, until the scheduler had room
     "to_scheduler",  # encoded, sent, the scheduler woken, decoded
     "queue",
     "to_worker",  # packed, encoded, sent, the worker woken, decoded
-    "batch_wait",  # in the worker's hand, until the batch before is launched
+    "batch_wait",  # in the worker, until the batch before is launched
     "stage",
     "launch",
     "device_wait",  # behind the step before
     "device",
     "copy_back",
-    "answer",  # from the thread that had the rows to the socket's
+    "answer",  # from the thread that has the rows to the socket's
     "from_worker",  # encoded, sent, the scheduler woken, decoded
-    "relay",  # rows parted and sent, the gateway woken
+    "relay",  # rows divided and sent, the gateway woken
     "resume",  # rows taken in, the request's task woken
     "render",
 )
 assert len(STAGES) == len(MOMENTS) - 1
 
-# An answer's header has room for so many.
+# An answer's header has room for this many.
 _MAX_PIECES = 16
 
 
@@ -62,41 +62,41 @@ class FollowedPiece(msgspec.Struct):
 
     batch: Annotated[int, Meta(description="The batch that it ran in.")]
     worker: str
-    sequences: Annotated[int, Meta(description="Of the whole batch.")]
-    tokens: Annotated[int, Meta(description="Of the whole batch.")]
+    sequences: Annotated[int, Meta(description="How many the whole batch has.")]
+    tokens: Annotated[int, Meta(description="How many the whole batch has.")]
     times_ns: Annotated[list[int], Meta(description=f"When it was {', '.join((*PIECE_MOMENTS, _AFTER[0]))}.")]
 
 
 class FollowedRequest(msgspec.Struct):
-    """When what happened to a request, in nanoseconds from `start_ns` on: what `X-Trace` holds."""
+    """The moments of a request, in nanoseconds since `start_ns`: the content of `X-Trace`."""
 
-    pid: Annotated[int, Meta(description="Of the gateway.")]
-    start_ns: Annotated[int, Meta(description="Of CLOCK_MONOTONIC, on the server.")]
+    pid: Annotated[int, Meta(description="The gateway's process.")]
+    start_ns: Annotated[int, Meta(description="When it was accepted, by the server's CLOCK_MONOTONIC.")]
     before_ns: Annotated[list[int], Meta(description=f"When it was {', '.join(_BEFORE)}.")]
     after_ns: Annotated[list[int], Meta(description=f"When the answer was {', '.join(_AFTER[1:])}.")]
-    pieces: Annotated[list[FollowedPiece], Meta(description="Of a long request the last ones that came back.")]
+    pieces: Annotated[list[FollowedPiece], Meta(description="Those that came back last; a long request has more.")]
 
 
 class RequestTrace:
     """The moments of one request, as they come."""
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[Trace, int]] = deque(maxlen=_MAX_PIECES)  # each with when it was heard of
+        self._pieces: deque[tuple[Trace, int]] = deque(maxlen=_MAX_PIECES)  # with the time of arrival, in ns
 
     def sent(self) -> npt.NDArray[np.int64]:
-        """What a Request says that is sent now: int64 [1]."""
+        """The moment at which a Request is sent, which is now: int64 [1]."""
         return np.array([now_ns()])
 
     def add(self, trace: Trace, heard_ns: int) -> None:
         self._pieces.append((trace, heard_ns))
 
     def headers(self, before_ns: tuple[int, int, int, int], after_ns: tuple[int, int], timing: str) -> dict[str, str]:
-        """What the answer's header says; nothing where no model has run.
+        """`Server-Timing` and `X-Trace` of the answer; nothing if no model has run.
 
         Args:
-            before_ns: when it was accepted, read, parsed and tokenized.
+            before_ns: when the request was accepted, read, parsed and tokenized.
             after_ns: when rendering began and ended.
-            timing: what `Server-Timing` says of any request.
+            timing: the `Server-Timing` that any answer has.
         """
         if not self._pieces or not all((*before_ns, *after_ns)):
             return {}

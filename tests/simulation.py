@@ -56,7 +56,8 @@ from common.metrics import Metrics
 from common.wire.codec import Message, decode, encode
 from common.wire.messages import Batch, BatchFailed, Goodbye, Hello, Join, Refuse, Result, cu_seqlens
 from common.wire.rows import ENCODINGS
-from gateway.client import Ledger, OpenRequest, Options
+from gateway.ledger import Ledger
+from gateway.open_request import OpenRequest, Options
 from scheduler.batching import MAX_LOSSES, Part
 from scheduler.fleet import SUSPECT_NS
 from scheduler.server import _LEAST_SLEEP_NS

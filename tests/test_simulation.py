@@ -14,7 +14,7 @@ import pytest
 from common.metrics import Metrics
 from common.wire.codec import Message
 from common.wire.messages import Beat
-from gateway.client import Ledger
+from gateway.ledger import Ledger
 from scheduler.batching import BatchQueue, Part, Pending
 from scheduler.state import Action, Kill, Scheduler
 from tests.simulation import LONG, MS, SECOND, SHORT, Cores, Plan, World, play

@@ -12,11 +12,11 @@ from msgspec import UNSET, Meta, UnsetType
 from common.config import GatewayConfig
 from common.text.tokenization import MAX_CHARS_PER_TOKEN
 from common.wire.messages import PROTOCOL_VERSION, ModelFacts, max_rows
-from gateway.client import Readiness
 from gateway.edge.body import BodyLimits
 from gateway.edge.http import HttpLimits
 from gateway.routes import contextual, rerank
 from gateway.schema import is_served, model_not_found
+from gateway.status import Readiness, Status
 
 _PACKAGES = ("aiohttp", "tokenizers", "pyzmq", "numpy")
 
@@ -28,9 +28,6 @@ class Health(msgspec.Struct):
 class Workers(msgspec.Struct):
     ready: int
     total: int
-
-
-Status = Literal["ready", "starting", "draining", "unavailable"]
 
 
 class ModelReady(msgspec.Struct):

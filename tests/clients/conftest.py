@@ -105,7 +105,7 @@ async def serve_oracle(
     (Path(run_dir) / "metrics").mkdir(parents=True)
     start_scheduler()
     client = SchedulerClient(run_dir, "gateway-0", metrics)
-    gateway = Gateway(GatewayConfig(run_dir=run_dir), client, metrics)
+    gateway = Gateway(GatewayConfig(run_dir=run_dir), [client], metrics)
 
     async def start(served: ModelFacts) -> int:
         quantising = dataclasses.replace(served, dimensions=DIMENSIONS, encodings=QUANTISING_FACTS.encodings)

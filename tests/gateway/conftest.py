@@ -20,8 +20,9 @@ from common.errors import Overloaded, ServiceError
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
 from gateway.app import Gateway
-from gateway.client import Embedded, Options, Readiness
 from gateway.edge.auth import Key, KeyCheck
+from gateway.open_request import Embedded, Options
+from gateway.status import Readiness
 from tests.fakes import FACTS
 
 DIMENSIONS = 12
@@ -50,7 +51,8 @@ def sparse_row(ids: list[int]) -> bytes:
 class Stub:
     """SchedulerClient's surface, its rows made on the spot, float32 and sparse ones only."""
 
-    def __init__(self, facts: ModelFacts | None) -> None:
+    def __init__(self, facts: ModelFacts | None, model: str | None = None) -> None:
+        self.model = model
         self.facts = facts
         self.on_facts: Callable[[ModelFacts], None] | None = None
         self.on_refused: Callable[[], None] | None = None
@@ -240,7 +242,7 @@ async def serve(facts: ModelFacts, metrics: Metrics, run_dir: str) -> AsyncItera
         if api_key is not None:
             keys = KeyCheck([Key.of(api_key)])
         config = GatewayConfig(run_dir=run_dir, **{"drain_timeout_s": 5} | changes)
-        gateway = Gateway(config, stub, metrics, keys=keys)
+        gateway = Gateway(config, [stub], metrics, keys=keys)
         sock = listening_socket()
         port = sock.getsockname()[1]
         await gateway.start(sock)

@@ -15,9 +15,9 @@ import pytest
 from common.errors import NonfiniteOutput, Overloaded
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
-from gateway.client import Embedded, Options
 from gateway.edge import auth
 from gateway.edge.auth import Key, KeyCheck, KeysRefused, known_keys
+from gateway.open_request import Embedded, Options
 from tests.gateway.conftest import Running, Serve, Stub
 from tests.gateway.wire import Wire, ask, embed
 

@@ -251,7 +251,7 @@ class Stage:
         if workers is not None:
             workers.append(worker)
         client = SchedulerClient(self.run_dir, "gateway-0", self.metrics)
-        gateway = Gateway(GatewayConfig(run_dir=self.run_dir), client, self.metrics)
+        gateway = Gateway(GatewayConfig(run_dir=self.run_dir), [client], self.metrics)
         self.gateways.append(gateway)
         sock = listening_socket()
         port = sock.getsockname()[1]

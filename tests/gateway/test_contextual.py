@@ -236,7 +236,7 @@ async def port(
     (Path(run_dir) / "metrics").mkdir(parents=True)
     start_scheduler()
     client = SchedulerClient(run_dir, "gateway-0", metrics)
-    gateway = Gateway(GatewayConfig(run_dir=run_dir), client, metrics)
+    gateway = Gateway(GatewayConfig(run_dir=run_dir), [client], metrics)
     facts = dataclasses.replace(late_chunking, dimensions=ORACLE_DIMENSIONS, encodings=QUANTISING_FACTS.encodings)
     start_worker(facts=facts)
     sock = listening_socket()

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from common.errors import InternalError, NonfiniteOutput, Overloaded
 from common.model_location import find_model
 from common.wire.messages import ModelFacts
-from gateway.client import Embedded, Options
+from gateway.open_request import Embedded, Options
 from tests.gateway.conftest import DIMENSIONS, Running, Serve, Stub, vector, with_tokenizer
 from tests.gateway.wire import ask, embed
 from tests.timing import assert_in_time

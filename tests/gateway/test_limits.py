@@ -17,9 +17,9 @@ import pytest
 from common.config import GatewayConfig
 from common.errors import Overloaded
 from gateway.app import _max_connections
-from gateway.client import OpenRequest, Options
 from gateway.edge.body import BodyLimits
 from gateway.edge.memory_budget import Memory
+from gateway.open_request import OpenRequest, Options
 from gateway.routes.operations import LimitsInfo
 from tests.gateway.conftest import MAX_TOKENS, Running, Serve
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes

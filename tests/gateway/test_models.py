@@ -15,7 +15,8 @@ from common.config import GatewayConfig
 from common.metrics import Metrics
 from common.wire.messages import Batch, ModelFacts, Result
 from gateway.app import Gateway
-from gateway.client import Readiness, SchedulerClient
+from gateway.client import SchedulerClient
+from gateway.status import Readiness
 from tests.browser import Browser
 from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_row
 from tests.gateway.conftest import Serve, Stub, listening_socket, vector, with_tokenizer
@@ -52,8 +53,8 @@ async def serve_two(
     (Path(run_dir) / "metrics").mkdir(parents=True)
 
     async def start(*, served: ModelFacts | None = other, **changes: int) -> Two:
-        a, b = Stub(dataclasses.replace(facts, name="A")), Stub(served)
-        gateway = Gateway(GatewayConfig(run_dir=run_dir, **changes), {"A": a, "B": b}, metrics)
+        a, b = Stub(dataclasses.replace(facts, name="A"), "A"), Stub(served, "B")
+        gateway = Gateway(GatewayConfig(run_dir=run_dir, **changes), [a, b], metrics)
         sock = listening_socket()
         two = Two(sock.getsockname()[1], gateway, a, b)
         await gateway.start(sock)
@@ -267,7 +268,7 @@ async def peers(run_dir: str, metrics: Metrics, facts: ModelFacts, other: ModelF
         name: FakeWorker(f"{run_dir}/{name}", facts=found, answer=narrow_result if name == "B" else None)
         for name, found in served.items()
     }
-    clients = {name: SchedulerClient(f"{run_dir}/{name}", "gateway-0", metrics) for name in served}
+    clients = [SchedulerClient(f"{run_dir}/{name}", "gateway-0", metrics, model=name) for name in served]
     gateway = Gateway(GatewayConfig(run_dir=run_dir), clients, metrics)
     sock = listening_socket()
     await gateway.start(sock)

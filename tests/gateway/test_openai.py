@@ -23,7 +23,7 @@ from common.metrics import Metrics
 from common.wire.messages import ModelFacts
 from common.wire.transport import now_ns
 from gateway.schema import is_served
-from gateway.tokenizing import Threads
+from gateway.threads import Threads
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
 from tests.timing import assert_in_time

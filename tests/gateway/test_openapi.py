@@ -27,9 +27,9 @@ import schemathesis
 from common import errors
 from common.wire.messages import ModelFacts, Trace
 from gateway import openapi
-from gateway.client import Readiness
 from gateway.error_responses import ErrorBody
 from gateway.routes import cohere, contextual, openai, operations, rerank, tei, tei_scores
+from gateway.status import Readiness
 from gateway.trace import RequestTrace
 from tests.gateway.bad_input import Case, read_table
 from tests.gateway.conftest import DIMENSIONS, VOCAB_SIZE, Running, Serve

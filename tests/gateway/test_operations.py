@@ -12,8 +12,8 @@ import pytest
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
 from gateway import openapi
-from gateway.client import Readiness
 from gateway.routes import operations
+from gateway.status import Readiness
 from tests.gateway.conftest import DIMENSIONS, Running, Serve
 from tests.gateway.wire import ask, embed
 

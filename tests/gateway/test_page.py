@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, processors
 
 from common.errors import Overloaded
 from common.wire.messages import ModelFacts
-from gateway.client import Readiness
+from gateway.status import Readiness
 from tests.browser import Browser, Tab
 from tests.gateway.conftest import Running, Serve, vector, with_tokenizer
 from tests.gateway.wire import ask, embed

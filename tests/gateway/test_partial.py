@@ -11,7 +11,7 @@ import pytest
 from common.errors import DeadlineExceeded, InternalError, NonfiniteOutput, Overloaded, ServiceError
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
-from gateway.client import Embedded, Options
+from gateway.open_request import Embedded, Options
 from tests.gateway.conftest import MAX_TOKENS, Running, Serve, Stub, vector
 from tests.gateway.wire import Answer, embed
 

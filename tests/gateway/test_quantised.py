@@ -61,7 +61,7 @@ async def gateway(
     (Path(run_dir) / "metrics").mkdir(parents=True)
     start_scheduler()
     client = SchedulerClient(run_dir, "gateway-0", metrics)
-    gateway = Gateway(GatewayConfig(run_dir=run_dir), client, metrics)
+    gateway = Gateway(GatewayConfig(run_dir=run_dir), [client], metrics)
 
     async def start() -> int:
         sock = listening_socket()

@@ -716,9 +716,9 @@ async def test_a_model_whose_pairs_change_is_tokenized_anew(
     score_server: Served, scoring: ModelFacts, change: dict[str, object]
 ) -> None:
     gateway: Gateway = (running := await score_server()).gateway
-    before = gateway._models.default.encoder.model
+    before = gateway._models.default.model
     running.stub.on_facts(dataclasses.replace(scoring, fingerprint="0" * 16))
-    assert gateway._models.default.encoder.model.pairs is before.pairs
+    assert gateway._models.default.model.pairs is before.pairs
     running.stub.on_facts(dataclasses.replace(scoring, **change))
     await gateway.wait_loaded()
-    assert gateway._models.default.encoder.model.pairs is not before.pairs
+    assert gateway._models.default.model.pairs is not before.pairs

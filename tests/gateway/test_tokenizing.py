@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,8 +12,10 @@ import pytest
 
 from common.text.pairs import EncodeDocuments, Pair, PairNames
 from common.text.tokenization import TruncationRule
+from common.wire.messages import ModelFacts
 from gateway.model_requests import PairsRequest
-from gateway.tokenizing import Encoder, Threads
+from gateway.threads import Threads
+from gateway.tokenizing import Model, RequestTokenizer
 
 T = TypeVar("T")
 
@@ -52,17 +55,21 @@ class CountingThreads(Threads):
         (["q" * 10_000] * 6, ["d"] * 6, "i" * 10_000, True, 2),
     ],
 )
-async def test_pairs_are_encoded_in_parts_of_all_that_is_tokenized(
-    queries: list[str], documents: list[str], instruction: str | None, rereads_query: bool, num_parts: int
+async def test_pairs_are_tokenized_in_parts_of_all_that_is_tokenized(
+    facts: ModelFacts,
+    queries: list[str],
+    documents: list[str],
+    instruction: str | None,
+    rereads_query: bool,
+    num_parts: int,
 ) -> None:
     threads = CountingThreads(1)
     pairs = OnePair(rereads_query=rereads_query)
-    encoded = await Encoder(threads).encode_pairs(
-        pairs,
+    tokenized = await RequestTokenizer(threads, max_tokens=1000).tokenize_pairs(
+        dataclasses.replace(Model.load(facts), pairs=pairs),
         PairsRequest(queries, documents, PairNames(), TruncationRule(allowed=True), instruction, None, "online"),
-        max_tokens=1000,
     )
     threads.close()
-    assert encoded.places == [0] * len(documents)
+    assert tokenized.places == [0] * len(documents)
     assert threads.num_runs == num_parts
     assert pairs.num_queries_read == len(queries)  # and not once a part
