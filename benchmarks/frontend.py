@@ -86,7 +86,7 @@ from common.wire.messages import (
 from common.wire.packing import Replies, Requests
 from common.wire.transport import Dealer, Router, address, now_ns, prepare_run_dir
 from gateway.client import Ledger, OpenRequest, Options
-from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, Outcome, read_request
+from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, ModelOutput, read_request
 from gateway.routes import openai
 from scheduler.state import Kill, Scheduler
 
@@ -269,9 +269,9 @@ async def gateway_stages(
         frames.clear()
         body = json.dumps({"model": "oracle", "encoding_format": encoding_format, "input": asked_texts}).encode()
         with stages.stage("parse"):
-            asked = read_request(body, [openai.EMBEDDINGS], facts, limits)
-        assert not isinstance(asked, LocalRequest)
-        request = asked.request
+            parsed = read_request(body, [openai.EMBEDDINGS], facts, limits)
+        assert not isinstance(parsed, LocalRequest)
+        request = parsed.request
         assert isinstance(request, EmbeddingRequest)
         with stages.stage("tokenize"):
             sequences = tokenizer.encode(request.inputs.texts, request.truncation)
@@ -286,7 +286,7 @@ async def gateway_stages(
             ledger.on_message(decode(reply), now_ns())
             embedded = opened.future.result()
         with stages.stage("render"):
-            asked.render(Outcome(embedded.rows, facts, TOKENS, "", {}, range(len(asked_texts))))
+            parsed.render(ModelOutput(embedded.rows, facts, TOKENS, "", {}, range(len(asked_texts))))
     return stages.medians()
 
 

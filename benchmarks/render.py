@@ -27,7 +27,7 @@ import orjson
 from common.wire.messages import ModelFacts
 from gateway.client import Rows
 from gateway.formats import EncodingFormat
-from gateway.model_requests import Outcome
+from gateway.model_requests import ModelOutput
 from gateway.routes.openai import render
 
 NUM_TURNS = 50
@@ -41,8 +41,8 @@ def variants(num_rows: int, dimensions: int, facts: ModelFacts) -> dict[str, Cal
     codes = rng.integers(-127, 128, (num_rows, dimensions), dtype=np.int8)
 
     def answer(rows: Rows, row_format: EncodingFormat) -> Callable[[], bytes]:
-        outcome = Outcome(rows, facts, num_rows, "a request", {}, range(num_rows))
-        return partial(render, outcome, name_of=lambda place: f"input[{place}]", row_format=row_format)
+        output = ModelOutput(rows, facts, num_rows, "a request", {}, range(num_rows))
+        return partial(render, output, name_of=lambda place: f"input[{place}]", row_format=row_format)
 
     return {
         "float": answer(floats, "float"),

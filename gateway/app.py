@@ -56,20 +56,20 @@ from gateway.edge.memory_budget import Held, Memory
 from gateway.error_responses import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.formats import OCTETS, as_written, check_finite, json_list, prefers_octets
 from gateway.model_requests import (
-    Asked,
     ContextualRequest,
     EmbeddingRequest,
     LabelsRequest,
     Limits,
     LocalRequest,
     Matrix,
+    ModelOutput,
     Operation,
-    Outcome,
     PairsRequest,
+    ParsedRequest,
     Request,
     read_fields,
 )
-from gateway.models import Models, Served
+from gateway.models import Models, ServedModel
 from gateway.routes import operations, operations_by_path, pages
 from gateway.schema import Fields, parse_object, unsupported
 from gateway.tokenizing import Model, Threads
@@ -144,7 +144,7 @@ class Call:
         self.deadline_ns = 0
         self.fingerprint: str | None = None
         self.held: Held | None = None  # of what a model is asked
-        self.served: Served  # the model that is asked, once that is known
+        self.served: ServedModel  # the model that is asked, once that is known
         self.key: Key | None = None
         self.closes = False
         self.lane = ""
@@ -350,33 +350,33 @@ class Gateway:
 
     async def _run(self, operations: Sequence[Operation[Any]], call: Call) -> web.Response:
         fields, size_bytes = await self._read(call)
-        with self._models.to_hold(fields.get("model")) as call.served:
+        with self._models.reserve(fields.get("model")) as call.served:
             model = await call.served.encoder.wait_for_model(call.deadline_ns)
             read = partial(read_fields, fields, operations, model.facts, self._limits)
-            return await self._answer_asked(call, model, await self._parsed(call, read, size_bytes))
+            return await self._answer_parsed(call, model, await self._parsed(call, read, size_bytes))
 
-    async def _answer_asked(self, call: Call, model: Model, asked: Asked | LocalRequest) -> web.Response:
-        request = asked if isinstance(asked, LocalRequest) else asked.request
+    async def _answer_parsed(self, call: Call, model: Model, parsed: ParsedRequest | LocalRequest) -> web.Response:
+        request = parsed if isinstance(parsed, LocalRequest) else parsed.request
         call.lane = settle_lane(call.key, request.lane, request.usual_lane)
-        if isinstance(asked, LocalRequest):
-            return await self._answer_locally(call, model, asked)
-        matrix = asked.matrix if prefers_octets(call.request.headers.getall("Accept", ())) else None
-        if matrix is not None and isinstance(asked.request, EmbeddingRequest) and asked.request.partial:
+        if isinstance(parsed, LocalRequest):
+            return await self._answer_locally(call, model, parsed)
+        matrix = parsed.matrix if prefers_octets(call.request.headers.getall("Accept", ())) else None
+        if matrix is not None and isinstance(parsed.request, EmbeddingRequest) and parsed.request.partial:
             raise unsupported("partial", "a bare matrix cannot tell whose rows are missing")
         if call.key is not None:
             self._budgets.check(call.key, now_ns())
         call.served.client.check_queue(call.lane, call.tenant)
-        outcome = await self._ask_model(call, model, asked.request)
-        size = outcome.rows.size + asked.num_chars
+        output = await self._ask_model(call, model, parsed.request)
+        size = output.rows.size + parsed.num_chars
         if matrix is not None:
-            response = await self._rendered(call, partial(_octets, outcome.rows, matrix), size, _RENDER_ON_LOOP)
+            response = await self._rendered(call, partial(_octets, output.rows, matrix), size, _RENDER_ON_LOOP)
         else:
-            response = _json(await self._rendered(call, partial(asked.render, outcome), size, _RENDER_ON_LOOP))
+            response = _json(await self._rendered(call, partial(parsed.render, output), size, _RENDER_ON_LOOP))
         if call.key is not None and call.key.name is not None:
-            self._metrics.key_tokens.labels(call.key.name).inc(outcome.num_tokens)
+            self._metrics.key_tokens.labels(call.key.name).inc(output.num_tokens)
         return response
 
-    async def _ask_model(self, call: Call, model: Model, request: Request) -> Outcome:
+    async def _ask_model(self, call: Call, model: Model, request: Request) -> ModelOutput:
         if isinstance(request, EmbeddingRequest):
             return await self._embed(call, model, request)
         if isinstance(request, PairsRequest | LabelsRequest):
@@ -388,7 +388,7 @@ class Gateway:
         answers = await self._in_time(call, call.served.encoder.answer_locally(model, request, max_size=max_size))
         return _json(await self._rendered(call, partial(json_list, answers), sum(map(len, answers)), _JOIN_ON_LOOP))
 
-    async def _embed(self, call: Call, model: Model, request: EmbeddingRequest) -> Outcome:
+    async def _embed(self, call: Call, model: Model, request: EmbeddingRequest) -> ModelOutput:
         max_tokens = self._config.max_request_tokens
         if request.by_token:  # a row of each: no more of them than one message holds, or the answer has gigabytes
             max_tokens = min(max_tokens, max_rows(model.facts))
@@ -419,7 +419,7 @@ class Gateway:
                 num_reruns += 1
         num_tokens = sum(map(len, encoded.sequences))
         self._count_inputs(len(encoded.sequences), num_tokens)
-        return Outcome(
+        return ModelOutput(
             embedded.rows,
             model.facts,
             num_tokens,
@@ -430,7 +430,7 @@ class Gateway:
             dict(zip(request.more_encodings, (other.rows for other in more), strict=True)),
         )
 
-    async def _embed_in_context(self, call: Call, model: Model, request: ContextualRequest) -> Outcome:
+    async def _embed_in_context(self, call: Call, model: Model, request: ContextualRequest) -> ModelOutput:
         assert model.chunks is not None, "no other model passes the dialect's parser"
         max_tokens = min(self._config.max_request_tokens, request.max_tokens)
         documents = await self._in_time(
@@ -440,9 +440,9 @@ class Gateway:
         num_tokens = self._charge(call, sequences)
         embedded = await self._submit(call, model, request, sequences, spans=[document.spans for document in documents])
         self._count_inputs(len(embedded.rows), num_tokens)
-        return Outcome(embedded.rows, model.facts, num_tokens, call.request_id)
+        return ModelOutput(embedded.rows, model.facts, num_tokens, call.request_id)
 
-    async def _score(self, call: Call, model: Model, request: PairsRequest | LabelsRequest) -> Outcome:
+    async def _score(self, call: Call, model: Model, request: PairsRequest | LabelsRequest) -> ModelOutput:
         assert model.pairs is not None, "a model that scores takes pairs"
         max_tokens = self._config.max_request_tokens
         if isinstance(request, LabelsRequest):
@@ -460,7 +460,7 @@ class Gateway:
                 error.param = request.name_of(pairs.first_pairs[sequence])
             raise
         self._count_inputs(len(pairs.places), num_tokens)
-        return Outcome(embedded.rows[pairs.places], model.facts, num_tokens, call.request_id)
+        return ModelOutput(embedded.rows[pairs.places], model.facts, num_tokens, call.request_id)
 
     # --- its steps ---
 
@@ -475,7 +475,7 @@ class Gateway:
             call.closes = True  # rather than read what there is no room for, to find the next request behind it
             raise
         fields = await self._parsed(call, partial(parse_object, body), len(body))
-        if self._models.several and "model" not in fields and "X-Model" in call.request.headers:
+        if self._models.is_multi_model and "model" not in fields and "X-Model" in call.request.headers:
             fields["model"] = call.request.headers["X-Model"]
         return fields, len(body)
 
@@ -571,7 +571,7 @@ class Gateway:
     async def _ready(self, call: Call) -> web.Response:
         served = self._asked_about(call)
         of_each: dict[str, Readiness] | None = None
-        if self._models.several and "X-Model" not in call.request.headers:
+        if self._models.is_multi_model and "X-Model" not in call.request.headers:
             readiness = self._settled(self._models.readiness())
             of_each = {name: self._settled(one.readiness()) for name, one in self._models.by_name.items()}
         else:
@@ -588,9 +588,9 @@ class Gateway:
             return replace(readiness, status="draining", reason="This gateway is stopping.")
         return readiness
 
-    def _asked_about(self, call: Call) -> Served:
+    def _asked_about(self, call: Call) -> ServedModel:
         """The model that a question is about. Raises NotFound."""
-        return self._models.meant(call.request.headers.get("X-Model"))
+        return self._models.find(call.request.headers.get("X-Model"))
 
     async def _list_models(self, call: Call) -> web.Response:
         return _typed(operations.models(self._models.names, self._created_s))
@@ -601,7 +601,7 @@ class Gateway:
 
     async def _info(self, call: Call) -> web.Response:
         of_each: dict[str, ModelFacts | None] | None = None
-        if self._models.several:
+        if self._models.is_multi_model:
             of_each = {name: one.client.facts for name, one in self._models.by_name.items()}
         return _typed(self._server_facts.info(self._asked_about(call).client.facts, of_each))
 

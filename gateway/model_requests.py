@@ -1,6 +1,6 @@
 """What is asked of a model, whatever the dialect: the requests that dialects parse bodies into. No I/O.
 
-    body → a dialect's `parse` → Asked(request, render) → the gateway runs the request → Outcome → `render` → body
+    body → a dialect's `parse` → ParsedRequest(request, render) → the gateway runs it → ModelOutput → `render` → body
 
 There are four kinds of request for a worker: vectors of texts, of the chunks of documents, scores of pairs, and of the
 labels of texts and pairs. `app.py` runs each of them in one way. What the tokenizer alone can answer is a fifth, which
@@ -191,7 +191,7 @@ class LocalRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ModelOutput:
     """What the model made of a request."""
 
     rows: Rows  # [rows, dimensions]; of pairs, float32 logits [pairs, labels]
@@ -219,11 +219,11 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A body, read: what is to be run, and how its answer is written."""
 
     request: Request
-    render: Callable[[Outcome], bytes]
+    render: Callable[[ModelOutput], bytes]
     num_chars: int = 0  # of the client's own text in the answer: a long one is rendered on a thread
     matrix: Matrix | None = None  # of rows that may be asked for as they are, without JSON
 
@@ -242,7 +242,7 @@ class Operation(Generic[B]):
     description: str
     body: type[B]
     answer: Any  # the type of an answer: a Struct, or a list of some
-    parse: Callable[[B, ModelFacts, Limits], Asked | LocalRequest]
+    parse: Callable[[B, ModelFacts, Limits], ParsedRequest | LocalRequest]
     marker: str | None = None
     task: str | None = None
 
@@ -253,7 +253,7 @@ class Operation(Generic[B]):
 
 def read_request(
     body: bytes, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits
-) -> Asked | LocalRequest:
+) -> ParsedRequest | LocalRequest:
     """What a body asks for on a path of these operations.
 
     Raises:
@@ -265,7 +265,7 @@ def read_request(
 
 def read_fields(
     fields: Fields, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits
-) -> Asked | LocalRequest:
+) -> ParsedRequest | LocalRequest:
     """The same of a body that is parsed."""
     operation = next((found for found in operations[:-1] if found.is_meant(fields, facts)), operations[-1])
     return operation.parse(typed(fields, operation.body), facts, limits)

@@ -23,7 +23,7 @@ from gateway.tokenizing import Encoder, Threads
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class ServedModel:
     """A model: what it is asked by, and what tokenizes for it. As a context, it is held for one request more."""
 
     name: str | None  # None: it is the only one, and called as its worker says
@@ -37,7 +37,7 @@ class Served:
             return self.client.facts.name
         return self.name
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServedModel:
         self.num_running += 1
         return self
 
@@ -63,19 +63,19 @@ class Models:
         self, clients: SchedulerClient | Mapping[str, SchedulerClient], threads: Threads, max_requests: int
     ) -> None:
         if isinstance(clients, Mapping):
-            self.by_name = {name: Served(name, client, Encoder(threads)) for name, client in clients.items()}
+            self.by_name = {name: ServedModel(name, client, Encoder(threads)) for name, client in clients.items()}
             self._all = list(self.by_name.values())
         else:
             self.by_name = {}  # of several only
-            self._all = [Served(None, clients, Encoder(threads))]
+            self._all = [ServedModel(None, clients, Encoder(threads))]
         self._max_requests = max(1, max_requests // len(self._all))
 
     @property
-    def several(self) -> bool:
+    def is_multi_model(self) -> bool:
         return bool(self.by_name)
 
     @property
-    def default(self) -> Served:
+    def default(self) -> ServedModel:
         """The one that is meant where none is named."""
         return self._all[0]
 
@@ -84,27 +84,27 @@ class Models:
         """Raises Unavailable: of the only model none is known yet."""
         return list(self.by_name) or [self.default.encoder.model.facts.name]
 
-    def meant(self, name: object) -> Served:
+    def find(self, name: object) -> ServedModel:
         """The model that a client calls `name`; the default where this is no name at all, or there is only one.
 
         Raises:
             NotFound: model_not_found.
         """
-        if not self.several or not isinstance(name, str) or not name:
+        if not self.is_multi_model or not isinstance(name, str) or not name:
             return self.default
         for own_name, served in self.by_name.items():
             if is_served(name, own_name):
                 return served
         raise model_not_found("model")
 
-    def to_hold(self, name: object) -> Served:
+    def reserve(self, name: object) -> ServedModel:
         """The model that is meant, where it may be held for one request more.
 
         Raises:
             NotFound: model_not_found.
             Overloaded: it has its part of all that the gateway may hold.
         """
-        served = self.meant(name)
+        served = self.find(name)
         if served.num_running >= self._max_requests:
             raise Overloaded(
                 "This gateway holds as many requests for this model as it may. Try again a little later.",

@@ -1,4 +1,4 @@
-"""One module an API dialect (two for TEI): body → request, outcome → body. No sockets; no dialect knows another."""
+"""One module an API dialect (two for TEI): body → request, output → body. No sockets; no dialect knows another."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ from gateway.model_requests import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
     TRUNCATION,
-    Asked,
     EmbeddingRequest,
     Inputs,
     InputType,
     Limits,
+    ModelOutput,
     Operation,
-    Outcome,
+    ParsedRequest,
     Truncation,
     parse_prompt,
 )
@@ -148,7 +148,7 @@ class EmbeddedV1(msgspec.Struct):
     meta: EmbedMeta
 
 
-def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -> Asked:
+def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -> ParsedRequest:
     """The request of a body, checked as far as it can be without a tokenizer.
 
     Raises:
@@ -179,7 +179,7 @@ def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -
         lane=body.lane,
         more_encodings=tuple(encodings[1:]),
     )
-    return Asked(
+    return ParsedRequest(
         request,
         partial(
             render,
@@ -195,7 +195,7 @@ def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -
 
 
 def render(
-    outcome: Outcome,
+    output: ModelOutput,
     *,
     texts: list[str],
     name_of: NameOf,
@@ -206,13 +206,13 @@ def render(
 ) -> bytes:
     """The answer's body: of each type a list of vectors, or where it is `bare`, the only list alone.
 
-    `encoding` is that of the outcome's first rows.
+    `encoding` is that of the output's first rows.
 
     Raises:
         NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
     """
-    check_finite(outcome.rows, name_of)
-    rows = {encoding: outcome.rows, **outcome.more_rows}
+    check_finite(output.rows, name_of)
+    rows = {encoding: output.rows, **output.more_rows}
     embeddings: list[bytes] = []
     for one in types:
         if not bare:
@@ -220,10 +220,10 @@ def render(
         embeddings += list_pieces(json_rows(rows[ENCODINGS[one]], one))
     if not bare:
         embeddings.append(b"}")
-    meta = {"api_version": {"version": version}, "billed_units": {"input_tokens": outcome.num_tokens}}
+    meta = {"api_version": {"version": version}, "billed_units": {"input_tokens": output.num_tokens}}
     pieces = (
         b'{"id":',
-        orjson.dumps(outcome.request_id),
+        orjson.dumps(output.request_id),
         b',"embeddings":',
         *embeddings,
         b',"texts":',

@@ -26,7 +26,7 @@ from gateway.formats import (
     check_normalize,
     json_rows,
 )
-from gateway.model_requests import TEXTS_SCHEMA, Asked, ContextualRequest, Limits, Operation, Outcome
+from gateway.model_requests import TEXTS_SCHEMA, ContextualRequest, Limits, ModelOutput, Operation, ParsedRequest
 from gateway.schema import (
     Body,
     check_body,
@@ -85,7 +85,7 @@ class ContextualEmbeddings(msgspec.Struct):
     usage: Usage
 
 
-def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     """The request of a body, checked as far as it can be without a tokenizer.
 
     Raises:
@@ -108,10 +108,10 @@ def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> Asked:
         lane=body.lane,
         max_tokens=MAX_TOKENS,
     )
-    return Asked(request, partial(render, documents=documents, encoding_format=encoding_format))
+    return ParsedRequest(request, partial(render, documents=documents, encoding_format=encoding_format))
 
 
-def render(outcome: Outcome, *, documents: list[list[str]], encoding_format: EncodingFormat) -> bytes:
+def render(output: ModelOutput, *, documents: list[list[str]], encoding_format: EncodingFormat) -> bytes:
     """The answer's body: a list a document, in it a vector a chunk.
 
     Raises:
@@ -123,16 +123,16 @@ def render(outcome: Outcome, *, documents: list[list[str]], encoding_format: Enc
         document = int(np.searchsorted(starts, row, side="right")) - 1
         return f"input[{document}][{row - starts[document]}]"
 
-    check_finite(outcome.rows, name_of)
-    written = json_rows(outcome.rows, encoding_format)
-    pieces = [b'{"object":"list","model":', orjson.dumps(outcome.facts.name), b',"data":[']
+    check_finite(output.rows, name_of)
+    written = json_rows(output.rows, encoding_format)
+    pieces = [b'{"object":"list","model":', orjson.dumps(output.facts.name), b',"data":[']
     for index, chunks in enumerate(documents):
         pieces.append(b'{"object":"list","index":%d,"data":[' % index)
         for chunk in range(len(chunks)):
             pieces += (b'{"object":"embedding","index":%d,"embedding":' % chunk, next(written), b"},")
         pieces[-1] = b"}]},"
     pieces[-1] = b"}]}"
-    pieces += (b"],", render_usage(outcome.num_tokens), b"}")
+    pieces += (b"],", render_usage(output.num_tokens), b"}")
     return b"".join(pieces)
 
 

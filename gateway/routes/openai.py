@@ -36,13 +36,13 @@ from gateway.formats import (
 )
 from gateway.model_requests import (
     INPUT_SCHEMA,
-    Asked,
     EmbeddingRequest,
     InputType,
     Limits,
     Matrix,
+    ModelOutput,
     Operation,
-    Outcome,
+    ParsedRequest,
     parse_inputs,
     parse_prompt,
 )
@@ -116,7 +116,7 @@ class Embeddings(msgspec.Struct):
     ] = msgspec.UNSET
 
 
-def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     """The request of a body, checked as far as it can be without a tokenizer.
 
     Raises:
@@ -142,30 +142,30 @@ def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> Asked:
         lane=body.lane,
         partial=bool(body.partial),
     )
-    return Asked(
+    return ParsedRequest(
         request,
         partial(render, name_of=inputs.name_of, row_format=row_format),
         matrix=Matrix(row_format, inputs.name_of),
     )
 
 
-def render(outcome: Outcome, *, name_of: NameOf, row_format: RowFormat) -> bytes:
+def render(output: ModelOutput, *, name_of: NameOf, row_format: RowFormat) -> bytes:
     """The answer's body for rows of the format's encoding.
 
     Raises:
         NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
     """
-    rows = outcome.rows
-    places = range(len(rows)) if outcome.places is None else outcome.places
+    rows = output.rows
+    places = range(len(rows)) if output.places is None else output.places
     check_finite(rows, lambda row: name_of(places[row]))
-    pieces = [b'{"object":"list","model":', orjson.dumps(outcome.facts.name), b',"data":[']
+    pieces = [b'{"object":"list","model":', orjson.dumps(output.facts.name), b',"data":[']
     for index, row in zip(places, json_rows(rows, row_format), strict=True):
         pieces += (b'{"object":"embedding","index":%d,"embedding":' % index, row, b"},")
     pieces[-1] = b"}]"
-    if outcome.failures:
-        failures = [{"index": index, "error": error_object(error)} for index, error in sorted(outcome.failures.items())]
+    if output.failures:
+        failures = [{"index": index, "error": error_object(error)} for index, error in sorted(output.failures.items())]
         pieces += (b',"errors":', orjson.dumps(failures))
-    pieces += (b",", render_usage(outcome.num_tokens), b"}")
+    pieces += (b",", render_usage(output.num_tokens), b"}")
     return b"".join(pieces)
 
 

@@ -28,11 +28,11 @@ from gateway.model_requests import (
     TEXT_OR_TEXTS_SCHEMA,
     TEXT_SCHEMA,
     TRUNCATION,
-    Asked,
     Limits,
+    ModelOutput,
     Operation,
-    Outcome,
     PairsRequest,
+    ParsedRequest,
     Truncation,
     check_cut,
 )
@@ -163,7 +163,7 @@ class Scores(msgspec.Struct):
     usage: Usage
 
 
-def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     """The request of a body, checked as far as it can be without a tokenizer.
 
     Raises:
@@ -178,7 +178,7 @@ def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> Asked:
     top_n = _parse_top_n(body)
     check_text(body.query, "query", "compare with")
     documents = _parse_documents(body.documents, min(limits.max_inputs, MAX_DOCUMENTS))
-    return Asked(
+    return ParsedRequest(
         _pairs_request(body, facts, [body.query], documents, PairNames(), "END", body.max_tokens_per_doc),
         partial(
             render_rerank,
@@ -193,7 +193,7 @@ def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> Asked:
     )
 
 
-def parse_score(body: ScoreBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_score(body: ScoreBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     """The request of a body, checked as far as it can be without a tokenizer. Raises as `parse_rerank` does."""
     _check_body(body, facts)
     first, first_lone = _parse_texts(body.text_1, "text_1", limits.max_inputs)
@@ -207,11 +207,17 @@ def parse_score(body: ScoreBody, facts: ModelFacts, limits: Limits) -> Asked:
     query = "text_1" if first_lone or len(first) > 1 else "text_1[0]"
     names = PairNames(query, "text_2", None if second_lone else 0)
     request = _pairs_request(body, facts, first, second, names, "END" if limits.auto_truncate else "NONE")
-    return Asked(request, partial(render_score, names=names, raw_scores=bool(body.raw_scores)))
+    return ParsedRequest(request, partial(render_score, names=names, raw_scores=bool(body.raw_scores)))
 
 
 def render_rerank(
-    outcome: Outcome, *, documents: list[str], top_n: int | None, return_documents: bool, raw_scores: bool, voyage: bool
+    output: ModelOutput,
+    *,
+    documents: list[str],
+    top_n: int | None,
+    return_documents: bool,
+    raw_scores: bool,
+    voyage: bool,
 ) -> bytes:
     """The answer's body. A document in it is the client's own text, and its key is there only where it was asked for.
 
@@ -221,9 +227,9 @@ def render_rerank(
     Raises:
         NonfiniteOutput: a logit is a NaN or an infinity.
     """
-    check_finite(outcome.rows, PairNames().document)
-    logits = outcome.logits[:, 0]
-    scores = decimals(scores_of(logits, outcome.facts.score_activation, raw=raw_scores))
+    check_finite(output.rows, PairNames().document)
+    logits = output.logits[:, 0]
+    scores = decimals(scores_of(logits, output.facts.score_activation, raw=raw_scores))
     order = np.argsort(-logits, kind="stable")[:top_n].tolist()
 
     def results(document: bytes) -> bytes:
@@ -237,21 +243,21 @@ def render_rerank(
 
     meta = {
         "billed_units": {"search_units": -(-len(documents) // _DOCUMENTS_PER_SEARCH_UNIT)},
-        "tokens": {"input_tokens": outcome.num_tokens},
+        "tokens": {"input_tokens": output.num_tokens},
     }
-    pieces = [*_head(outcome, b"rerank"), b',"results":', results(b',"document":{"text":%b}')]
+    pieces = [*_head(output, b"rerank"), b',"results":', results(b',"document":{"text":%b}')]
     if voyage:
         pieces += (b',"data":', results(b',"document":%b'))
-    pieces += (b",", render_usage(outcome.num_tokens), b',"meta":', orjson.dumps(meta), b"}")
+    pieces += (b",", render_usage(output.num_tokens), b',"meta":', orjson.dumps(meta), b"}")
     return b"".join(pieces)
 
 
-def render_score(outcome: Outcome, *, names: PairNames, raw_scores: bool) -> bytes:
+def render_score(output: ModelOutput, *, names: PairNames, raw_scores: bool) -> bytes:
     """The answer's body, in the order of the pairs. Raises as `render_rerank` does."""
-    check_finite(outcome.rows, names.document)
-    scores = decimals(scores_of(outcome.logits[:, 0], outcome.facts.score_activation, raw=raw_scores))
+    check_finite(output.rows, names.document)
+    scores = decimals(scores_of(output.logits[:, 0], output.facts.score_activation, raw=raw_scores))
     data = [b'{"index":%d,"object":"score","score":%b}' % numbered for numbered in enumerate(scores)]
-    pieces = [*_head(outcome, b"list"), b',"data":[', b",".join(data), b"],", render_usage(outcome.num_tokens), b"}"]
+    pieces = [*_head(output, b"list"), b',"data":[', b",".join(data), b"],", render_usage(output.num_tokens), b"}"]
     return b"".join(pieces)
 
 
@@ -334,9 +340,9 @@ def _parse_texts(value: object, name: str, max_inputs: int) -> tuple[list[str], 
     return check_texts(texts, name, "score"), False
 
 
-def _head(outcome: Outcome, kind: bytes) -> tuple[bytes, ...]:
-    name = orjson.dumps(outcome.facts.name)
-    return b'{"id":', orjson.dumps(outcome.request_id), b',"object":"%b","model":' % kind, name
+def _head(output: ModelOutput, kind: bytes) -> tuple[bytes, ...]:
+    name = orjson.dumps(output.facts.name)
+    return b'{"id":', orjson.dumps(output.request_id), b',"object":"%b","model":' % kind, name
 
 
 RERANK = Operation(

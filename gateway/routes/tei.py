@@ -32,13 +32,13 @@ from gateway.model_requests import (
     INPUT_SCHEMA,
     TEXT_OR_TEXTS_SCHEMA,
     TEXTS_SCHEMA,
-    Asked,
     EmbeddingRequest,
     Inputs,
     Limits,
     LocalRequest,
+    ModelOutput,
     Operation,
-    Outcome,
+    ParsedRequest,
     parse_inputs,
     parse_prompt,
 )
@@ -132,7 +132,7 @@ class SparseValue(msgspec.Struct):
     value: float
 
 
-def parse_embed(body: EmbedBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_embed(body: EmbedBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     """The request of a body, checked as far as it can be without a tokenizer; so do the others here.
 
     Raises:
@@ -146,22 +146,22 @@ def parse_embed(body: EmbedBody, facts: ModelFacts, limits: Limits) -> Asked:
         dimensions=check_dimensions(body.dimensions, facts, request.encoding),
         normalize=body.normalize is not False,
     )
-    return Asked(request, partial(render_rows, name_of=request.inputs.name_of))
+    return ParsedRequest(request, partial(render_rows, name_of=request.inputs.name_of))
 
 
-def parse_embed_all(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_embed_all(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     check_body(body, facts, "tokens")
     request = replace(_embedding_request(body, facts, limits), by_token=True)
-    return Asked(request, partial(render_rows_of_tokens, name_of=request.inputs.name_of))
+    return ParsedRequest(request, partial(render_rows_of_tokens, name_of=request.inputs.name_of))
 
 
-def parse_embed_sparse(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_embed_sparse(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     check_body(body, facts, "sparse")
     request = replace(_embedding_request(body, facts, limits), encoding="sparse")
-    return Asked(request, partial(render_sparse_rows, name_of=request.inputs.name_of))
+    return ParsedRequest(request, partial(render_sparse_rows, name_of=request.inputs.name_of))
 
 
-def parse_similarity(body: SimilarityBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_similarity(body: SimilarityBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     check_body(body, facts, "embed")
     parameters = body.parameters or SimilarityParameters()
     truncation = truncation_of(parameters.truncate, parameters.truncation_direction, limits)
@@ -180,7 +180,7 @@ def parse_similarity(body: SimilarityBody, facts: ModelFacts, limits: Limits) ->
         encoding="float32",
         lane=body.lane,
     )
-    return Asked(request, partial(render_similarities, name_of=inputs.name_of))
+    return ParsedRequest(request, partial(render_similarities, name_of=inputs.name_of))
 
 
 def parse_tokenize(body: TokenizeBody, facts: ModelFacts, limits: Limits) -> LocalRequest:
@@ -215,30 +215,30 @@ def parse_decode(body: DecodeBody, facts: ModelFacts, limits: Limits) -> LocalRe
     return LocalRequest(answer, list(map(len, inputs.token_ids)), "token ids", "ids", body.lane)
 
 
-def render_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:
+def render_rows(output: ModelOutput, *, name_of: NameOf) -> bytes:
     """A list of vectors.
 
     Raises:
         NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200; so do the others.
     """
-    check_finite(outcome.rows, name_of)
-    return json_list(json_rows(outcome.rows, "float"))
+    check_finite(output.rows, name_of)
+    return json_list(json_rows(output.rows, "float"))
 
 
-def render_rows_of_tokens(outcome: Outcome, *, name_of: NameOf) -> bytes:
+def render_rows_of_tokens(output: ModelOutput, *, name_of: NameOf) -> bytes:
     """A list of the lists of the vectors of a text's tokens."""
-    counts = outcome.row_counts
+    counts = output.row_counts
     assert counts is not None, "asked for by token"
     stops = np.cumsum(counts)
-    check_finite(outcome.rows, lambda row: name_of(int(np.searchsorted(stops, row, side="right"))))
-    rows = json_rows(outcome.rows, "float")
+    check_finite(output.rows, lambda row: name_of(int(np.searchsorted(stops, row, side="right"))))
+    rows = json_rows(output.rows, "float")
     return json_list(json_list(islice(rows, count)) for count in counts)
 
 
-def render_sparse_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:
+def render_sparse_rows(output: ModelOutput, *, name_of: NameOf) -> bytes:
     """A list of the lists of the values of a text, in the order of the vocabulary."""
     rows = []
-    for place, row in enumerate(outcome.rows):
+    for place, row in enumerate(output.rows):
         columns, values = read_sparse(row)
         if not np.isfinite(values).all():
             name = name_of(place)
@@ -248,10 +248,10 @@ def render_sparse_rows(outcome: Outcome, *, name_of: NameOf) -> bytes:
     return json_list(rows)
 
 
-def render_similarities(outcome: Outcome, *, name_of: NameOf) -> bytes:
+def render_similarities(output: ModelOutput, *, name_of: NameOf) -> bytes:
     """A list of the cosines of each sentence with the source."""
-    check_finite(outcome.rows, name_of)
-    return json_list(decimals(_cosines(outcome.rows.astype(np.float64))))
+    check_finite(output.rows, name_of)
+    return json_list(decimals(_cosines(output.rows.astype(np.float64))))
 
 
 def truncation_of(truncate: bool | None, direction: Direction | None, limits: Limits) -> TruncationRule:

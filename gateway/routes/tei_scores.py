@@ -26,12 +26,12 @@ from gateway.formats import check_finite, decimals, json_list, probabilities_of,
 from gateway.model_requests import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
-    Asked,
     LabelsRequest,
     Limits,
+    ModelOutput,
     Operation,
-    Outcome,
     PairsRequest,
+    ParsedRequest,
     check_cut,
 )
 from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
@@ -112,7 +112,7 @@ class Prediction(msgspec.Struct):
     label: str
 
 
-def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     """The request of a body, checked as far as it can be without a tokenizer; so do the others here.
 
     Raises:
@@ -136,34 +136,34 @@ def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> Asked:
         lane=body.lane,
     )
     returned = texts if body.return_text else None
-    return Asked(
+    return ParsedRequest(
         request,
         partial(render_ranks, texts=returned, raw=bool(body.raw_scores)),
         num_chars=sum(map(len, returned or ())),
     )
 
 
-def parse_predict(body: PredictBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_predict(body: PredictBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     check_body(body, facts, "score")
     scale: Scale | None = "none" if body.raw_scores else None
     return _labels_asked(body, _parse_texts(body.inputs, limits.max_inputs), facts, limits, scale)
 
 
-def parse_classify(body: ClassifyBody, facts: ModelFacts, limits: Limits) -> Asked:
+def parse_classify(body: ClassifyBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     check_body(body, facts, "score")
     parameters = body.parameters or ClassifyParameters()
     texts = replace(_parse_texts(body.inputs, limits.max_inputs), lone=False)
     return _labels_asked(body, texts, facts, limits, parameters.function_to_apply, top_k=parameters.top_k)
 
 
-def render_ranks(outcome: Outcome, *, texts: list[str] | None, raw: bool) -> bytes:
+def render_ranks(output: ModelOutput, *, texts: list[str] | None, raw: bool) -> bytes:
     """A list of the texts' places and scores, the best first; equal ones keep the request's order.
 
     Raises:
         NonfiniteOutput: a logit is a NaN or an infinity; so does the other.
     """
-    check_finite(outcome.rows, PairNames("query", "texts").document)
-    logits = outcome.logits[:, 0]
+    check_finite(output.rows, PairNames("query", "texts").document)
+    logits = output.logits[:, 0]
     scores = decimals(scores_of(logits, "sigmoid", raw=raw))
     ranks = []
     for index in np.argsort(-logits, kind="stable").tolist():
@@ -172,11 +172,11 @@ def render_ranks(outcome: Outcome, *, texts: list[str] | None, raw: bool) -> byt
     return json_list(ranks)
 
 
-def render_labels(outcome: Outcome, *, name_of: NameOf, scale: Scale, top_k: int | None, lone: bool) -> bytes:
+def render_labels(output: ModelOutput, *, name_of: NameOf, scale: Scale, top_k: int | None, lone: bool) -> bytes:
     """A list of the labels of each input, the likeliest first, in a list; without that one for a `lone` input."""
-    check_finite(outcome.rows, name_of)
-    logits = outcome.logits
-    labels = [orjson.dumps(label) for label in outcome.facts.labels]
+    check_finite(output.rows, name_of)
+    logits = output.logits
+    labels = [orjson.dumps(label) for label in output.facts.labels]
     scores = probabilities_of(logits) if scale == "softmax" else scores_of(logits, "sigmoid", raw=scale == "none")
     lists = []
     for row, order in zip(scores, np.argsort(-logits, axis=1, kind="stable")[:, :top_k].tolist(), strict=True):
@@ -193,7 +193,7 @@ def _labels_asked(
     scale: Scale | None,
     *,
     top_k: int | None = None,
-) -> Asked:
+) -> ParsedRequest:
     if facts.pair_template != OWN_PAIRS:
         for index, of_input in enumerate(texts.inputs):
             if len(of_input) == 1:
@@ -209,7 +209,7 @@ def _labels_asked(
     )
     if scale is None:
         scale = "softmax" if facts.num_labels > 1 else "sigmoid"
-    return Asked(
+    return ParsedRequest(
         request,
         partial(render_labels, name_of=texts.name_of, scale=scale, top_k=top_k, lone=texts.lone),
         num_chars=len(texts.inputs) * sum(map(len, facts.labels)),

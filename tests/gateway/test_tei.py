@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, processors
 from common.errors import InvalidRequest, NonfiniteOutput, Overloaded
 from common.wire.messages import ModelFacts
 from gateway.formats import probabilities_of
-from gateway.model_requests import Asked, Limits, read_request
+from gateway.model_requests import Limits, ParsedRequest, read_request
 from gateway.routes import operations_by_path
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector, with_tokenizer
 from tests.gateway.wire import Answer, ask
@@ -517,8 +517,8 @@ def test_the_start_is_not_cut_off_in_a_template_and_that_is_said_before_anything
     with pytest.raises(InvalidRequest, match="cut at its end only") as refused:
         read(truncate=True, truncation_direction="left")
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "truncation_direction")
-    assert isinstance(read(truncate=False, truncation_direction="left"), Asked)
-    assert isinstance(read(truncate=True, truncation_direction="right"), Asked)
+    assert isinstance(read(truncate=False, truncation_direction="left"), ParsedRequest)
+    assert isinstance(read(truncate=True, truncation_direction="right"), ParsedRequest)
 
 
 def test_a_softmax_is_within_float32_of_the_exact_one_and_never_complains() -> None:
