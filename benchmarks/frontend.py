@@ -86,7 +86,8 @@ from common.wire.messages import (
 from common.wire.packing import Replies, Requests
 from common.wire.transport import Dealer, Router, address, now_ns, prepare_run_dir
 from gateway.client import Ledger, OpenRequest, Options
-from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, ModelOutput, read_request
+from gateway.model_requests import EmbeddingRequest, LocalRequest, ModelOutput
+from gateway.parsing import Limits, read_request
 from gateway.routes import openai
 from scheduler.state import Kill, Scheduler
 

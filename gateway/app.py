@@ -59,19 +59,17 @@ from gateway.model_requests import (
     ContextualRequest,
     EmbeddingRequest,
     LabelsRequest,
-    Limits,
     LocalRequest,
     Matrix,
     ModelOutput,
-    Operation,
     PairsRequest,
     ParsedRequest,
     Request,
-    read_fields,
 )
 from gateway.models import Models, ServedModel
+from gateway.parsing import Limits, Operation, read_fields, unsupported
 from gateway.routes import operations, operations_by_path, pages
-from gateway.schema import Fields, parse_object, unsupported
+from gateway.schema import Fields, parse_object
 from gateway.tokenizing import Model, Threads
 from gateway.trace import RequestTrace
 

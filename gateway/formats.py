@@ -16,10 +16,8 @@ import numpy.typing as npt
 import orjson
 import pybase64
 
-from common.errors import InvalidRequest, NonfiniteOutput
-from common.wire.messages import ModelFacts
+from common.errors import NonfiniteOutput
 from gateway.client import Rows
-from gateway.schema import check_at_most, unsupported
 
 Logits = npt.NDArray[np.float32]  # [pairs], or [pairs, labels]
 
@@ -74,7 +72,6 @@ OCTETS = "application/octet-stream"
 
 _WEIGHT = re.compile(r"0(\.\d*)?|1(\.0*)?")  # of a media range: its `q`
 
-_OF_OPENAI: tuple[EncodingFormat, ...] = get_args(EncodingFormat)
 _NUMBERS: tuple[Dtype, ...] = get_args(Dtype)
 
 # From the first dimension in a byte's lowest bit, as rows come, to the first in its highest.
@@ -95,46 +92,6 @@ def prefers_octets(accept: Sequence[str]) -> bool:
         return next((weights[one] for one in ranges if one in weights), 0.0)
 
     return weight_of(OCTETS) > weight_of("application/json")
-
-
-def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> EncodingFormat:
-    """The format; `float` unless named. Raises InvalidRequest (unsupported_parameter) where the model lacks it."""
-    if value is None:
-        return "float"
-    _check_made(value, _OF_OPENAI, facts, "encoding_format")
-    return value
-
-
-def check_dtype(value: Dtype, facts: ModelFacts, name: str) -> Dtype:
-    """The type, asked for in a field of this name. Raises as `check_encoding_format` does."""
-    _check_made(value, _NUMBERS, facts, name)
-    return value
-
-
-def check_dimensions(value: int | None, facts: ModelFacts, encoding: str, name: str = "dimensions") -> int:
-    """How many, all of them unless a number was named.
-
-    Raises:
-        InvalidRequest: out_of_range; invalid_value where bits would not fill their bytes.
-    """
-    dimensions = facts.dimensions if value is None else value
-    check_at_most(name, dimensions, facts.dimensions)
-    if dimensions % 8 and encoding == "binary":
-        raise InvalidRequest(f"{name} must be a multiple of 8 where each is one bit, and is {dimensions}.", param=name)
-    return dimensions
-
-
-def check_normalize(value: bool | None, facts: ModelFacts, encoding: str) -> bool:
-    """As the checkpoint declares it, unless a client says.
-
-    Raises:
-        InvalidRequest: unsupported_parameter where a quantised vector is to be normalised.
-    """
-    if encoding == "float32":
-        return facts.normalize if value is None else value
-    if value:
-        raise unsupported("normalize", f"{encoding} is made from the vector before any normalisation")
-    return False
 
 
 def check_finite(rows: Rows, name_of: Callable[[int], str]) -> None:
@@ -228,9 +185,3 @@ def _media_range(text: str) -> tuple[str, float]:
 
 def _highest_bit_first(rows: Rows) -> npt.NDArray[np.uint8]:
     return np.frombuffer(rows.tobytes().translate(_REVERSED_BITS), dtype=np.uint8).reshape(rows.shape)
-
-
-def _check_made(value: RowFormat, choices: Sequence[RowFormat], facts: ModelFacts, name: str) -> None:
-    if ENCODINGS[value] not in facts.encodings:
-        served = [choice for choice in choices if ENCODINGS[choice] in facts.encodings]
-        raise unsupported(name, f"this model does not make it; use one of: {', '.join(served)}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from common.errors import Overloaded
 from gateway.client import Readiness, SchedulerClient
-from gateway.schema import is_served, model_not_found
+from gateway.parsing import is_served, model_not_found
 from gateway.tokenizing import Encoder, Threads
 
 

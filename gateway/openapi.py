@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.error_responses import ErrorBody
-from gateway.model_requests import Operation
+from gateway.parsing import Operation
 from gateway.routes import operations_by_path
 from gateway.routes.operations import Health, Info, ModelCard, ModelList, Ready
 from gateway.trace import STAGES, FollowedRequest

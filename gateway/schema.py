@@ -1,9 +1,8 @@
-"""From a body's bytes to checked values: what every dialect's parser is built of. No I/O.
+"""How a body's type is declared, and from a body's bytes to that type. No I/O.
 
 A dialect declares its body as a msgspec Struct: the same fields, types and bounds check what comes in and make
 /openapi.json. What msgspec finds wrong is told in our own codes: a client's handler wants the field, the place in the
-list and the limit, and nobody's text may stand in an error. What depends on the model, and what msgspec's types cannot
-say (a list of texts or of token ids), a dialect checks by hand.
+list and the limit, and nobody's text may stand in an error. What msgspec's types cannot say is checked in parsing.py.
 
 The JSON itself is read by orjson, whose word on what is JSON has held so far (msgspec takes 1e999); the second pass
 costs a quarter of a microsecond. A field that is null counts as absent, unless a dialect says otherwise. Of a key that
@@ -20,8 +19,7 @@ import msgspec
 import orjson
 from msgspec import UNSET, Meta, UnsetType
 
-from common.errors import InvalidRequest, NotFound
-from common.wire.messages import ModelFacts
+from common.errors import InvalidRequest
 
 Fields = dict[str, object]
 
@@ -29,14 +27,6 @@ Fields = dict[str, object]
 _BEYOND_INTEGERS = 2.0**63
 
 _MAX_NAME_CHARS = 64
-
-# What a model that lacks a task does not do.
-_LACKS = {
-    "embed": "makes no embeddings",
-    "score": "gives texts no scores",
-    "sparse": "makes no sparse embeddings",
-    "tokens": "gives single tokens no embeddings",
-}
 
 # msgspec's names of what was expected, for people.
 _WORDS = {
@@ -48,7 +38,6 @@ _WORDS = {
     "object": "an object",
 }
 
-_ORGANISATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/")
 # msgspec's messages. A place is made of our names, `[3]` and, in a mapping, `[...]`; what a client sent comes before.
 _PLACE = r" - at `\$\.([\w.\[\]]+)`"
 _EXPECTED = re.compile(r"Expected `([\w |]+)`( [^`]+)?(?:, got `\w+`)?" + _PLACE)
@@ -111,7 +100,7 @@ def parse_object(body: bytes) -> Fields:
     return value
 
 
-def typed(fields: Fields, body: type[B]) -> B:
+def parse_fields(fields: Fields, body: type[B]) -> B:
     """The fields of an object as the Struct that declares them.
 
     Raises:
@@ -126,97 +115,6 @@ def typed(fields: Fields, body: type[B]) -> B:
         return msgspec.convert(fields, body)
     except msgspec.ValidationError as error:
         raise _mismatch(str(error), fields, body) from None
-
-
-def check_texts(texts: list[object], name: str, purpose: str = "embed") -> list[str]:
-    """The list, every member of it a string that is not empty; `purpose` is what an empty one is no use for.
-
-    Raises:
-        InvalidRequest: invalid_type or empty_input, naming the first bad one.
-    """
-    if set(map(type, texts)) == {str} and "" not in texts:
-        return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
-    for index, text in enumerate(texts):
-        check_text(text, f"{name}[{index}]", purpose)
-    raise AssertionError("no text is wrong: this is a bug")
-
-
-def check_text(text: object, name: str, purpose: str = "embed") -> str:
-    """The text. Raises InvalidRequest: invalid_type or empty_input where it is no string, or an empty one."""
-    if type(text) is not str:
-        raise wrong_type(name, "a string")
-    if not text:
-        raise empty_input(name, purpose)
-    return text
-
-
-def check_body(body: Body, facts: ModelFacts, task: str | None) -> None:
-    """Pass where the model that is served is the one that is meant and does what is asked of it; any does no task.
-
-    Raises:
-        NotFound: model_not_found.
-        InvalidRequest: missing_field; wrong_task, see ModelFacts.tasks; unsupported_parameter of a stream.
-    """
-    model = body.model
-    if isinstance(model, str):
-        if not model:
-            raise InvalidRequest(
-                "model is empty; leave it out to use the one served.", param="model", code="missing_field"
-            )
-        if not is_served(model, facts.name):
-            raise model_not_found("model")
-    if task is not None and task not in facts.tasks:
-        raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(facts.tasks)}")
-    if body.stream:
-        raise unsupported("stream", "what this route answers is not streamed")
-
-
-def check_one_score(facts: ModelFacts) -> None:
-    """Raises InvalidRequest (wrong_task) for a model that gives a pair several scores, or none."""
-    if facts.num_labels != 1:
-        raise wrong_task(f"gives a pair {facts.num_labels} scores, one a label; this route is for models that give one")
-
-
-def check_at_most(name: str, value: int, maximum: int) -> None:
-    """Raises InvalidRequest (out_of_range) for a value above what the model allows."""
-    if value > maximum:
-        raise InvalidRequest(f"{name} must be from 1 to {maximum}.", param=name, code="out_of_range")
-
-
-def is_served(model: str, name: str) -> bool:
-    """Whether a client that asks for `model` means the model served as `name`.
-
-    The organisation before the slash may be left out or added: clients carry hub ids about.
-    """
-    if model == name:
-        return True
-    if "/" in name:
-        return model == name.rpartition("/")[2]
-    return model.endswith("/" + name) and _ORGANISATION.fullmatch(model[: -len(name)]) is not None
-
-
-def model_not_found(param: str | None = None) -> NotFound:
-    return NotFound("This model is not served here; GET /v1/models lists what is.", param=param, code="model_not_found")
-
-
-def empty_input(name: str, purpose: str = "embed") -> InvalidRequest:
-    return InvalidRequest(f"{name} is empty: there is nothing to {purpose}.", param=name, code="empty_input")
-
-
-def too_many_inputs(name: str, number: int, limit: int, what: str = "inputs") -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} has {number} {what}; at most {limit} fit into one request. Send several requests.",
-        param=name,
-        code="too_many_inputs",
-    )
-
-
-def unsupported(name: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} asks for what cannot be done: {reason}.", param=name, code="unsupported_parameter")
-
-
-def wrong_task(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"This model {reason}.", param="model", code="wrong_task")
 
 
 def wrong_type(name: str, wanted: str) -> InvalidRequest:
@@ -309,22 +207,3 @@ def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:
         # JSON's grammar bounds no number; one with a fraction or an exponent that no float holds is another matter.
         return InvalidRequest(f"The whole number at character {error.pos} is too large.", code="out_of_range")
     return InvalidRequest(f"The body is not JSON in UTF-8: {error.msg} (character {error.pos}).", code="invalid_json")
-
-
-def check_list(
-    value: object, name: str, wanted: str, maximum: int | None = None, purpose: str = "embed", noun: str = "inputs"
-) -> list[Any]:
-    """The value of the field `name`: a list that is not empty and has at most `maximum` members, which are `noun`.
-
-    `wanted` is what the field takes, and `purpose` what an empty list is no use for.
-
-    Raises:
-        InvalidRequest: invalid_type, empty_input or too_many_inputs.
-    """
-    if type(value) is not list:
-        raise wrong_type(name, wanted)
-    if not value:
-        raise empty_input(name, purpose)
-    if maximum is not None and len(value) > maximum:
-        raise too_many_inputs(name, len(value), maximum, noun)
-    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.model_requests import Operation
+from gateway.parsing import Operation
 from gateway.routes import cohere, contextual, openai, rerank, tei, tei_scores
 
 # On a path that several dialects share, in the order in which they are asked whether a body is theirs.

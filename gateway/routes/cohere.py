@@ -21,39 +21,26 @@ from msgspec import UNSET, Meta, UnsetType
 from common.errors import InvalidRequest
 from common.text.tokenization import NameOf
 from common.wire.messages import ModelFacts
-from gateway.formats import (
-    ENCODINGS,
-    Dtype,
-    check_dimensions,
-    check_dtype,
-    check_finite,
-    check_normalize,
-    json_rows,
-    list_pieces,
-)
-from gateway.model_requests import (
+from gateway.formats import ENCODINGS, Dtype, check_finite, json_rows, list_pieces
+from gateway.model_requests import EmbeddingRequest, Inputs, ModelOutput, ParsedRequest
+from gateway.parsing import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
     TRUNCATION,
-    EmbeddingRequest,
-    Inputs,
     InputType,
     Limits,
-    ModelOutput,
     Operation,
-    ParsedRequest,
     Truncation,
-    parse_prompt,
-)
-from gateway.schema import (
-    Body,
-    check_body,
+    check_dimensions,
+    check_dtype,
     check_list,
+    check_normalize,
     check_text,
     check_texts,
+    parse_prompt,
     unsupported,
-    wrong_type,
 )
+from gateway.schema import Body, wrong_type
 
 EmbeddingType = Dtype | Literal["base64"]
 
@@ -153,9 +140,7 @@ def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
     """
-    check_body(body, facts, "embed")
     types: list[EmbeddingType] = ["float"]
     if body.embedding_types is not None:
         types = list(dict.fromkeys(body.embedding_types))
@@ -293,6 +278,7 @@ EMBED = Operation(
     body=EmbedBody,
     answer=Embedded,
     parse=partial(parse, version="2"),
+    task="embed",
 )
 
 EMBED_V1 = Operation(
@@ -303,4 +289,5 @@ EMBED_V1 = Operation(
     body=EmbedBody,
     answer=EmbeddedV1,
     parse=partial(parse, version="1"),
+    task="embed",
 )

@@ -17,25 +17,22 @@ from msgspec import Meta
 
 from common.wire.messages import ModelFacts, cu_seqlens
 from gateway.error_responses import Usage, render_usage
-from gateway.formats import (
-    ENCODINGS,
-    EncodingFormat,
+from gateway.formats import ENCODINGS, EncodingFormat, check_finite, json_rows
+from gateway.model_requests import ContextualRequest, ModelOutput, ParsedRequest
+from gateway.parsing import (
+    TEXTS_SCHEMA,
+    Limits,
+    Operation,
     check_dimensions,
     check_encoding_format,
-    check_finite,
-    check_normalize,
-    json_rows,
-)
-from gateway.model_requests import TEXTS_SCHEMA, ContextualRequest, Limits, ModelOutput, Operation, ParsedRequest
-from gateway.schema import (
-    Body,
-    check_body,
     check_list,
+    check_normalize,
     check_texts,
     too_many_inputs,
     unsupported,
     wrong_task,
 )
+from gateway.schema import Body
 
 PATH = "/v1/contextualizedembeddings"
 
@@ -90,9 +87,7 @@ def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> ParsedRequ
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
     """
-    check_body(body, facts, "embed")
     if facts.separator_id is None:
         raise wrong_task("has no token that stands between the chunks of a document; use /v1/embeddings")
     encoding_format = check_encoding_format(body.encoding_format, facts)
@@ -160,4 +155,5 @@ CONTEXTUAL = Operation(
     body=ContextualBody,
     answer=ContextualEmbeddings,
     parse=parse,
+    task="embed",
 )

@@ -21,32 +21,21 @@ from common.errors import InvalidRequest
 from common.text.tokenization import NameOf, TruncationRule
 from common.wire.messages import ModelFacts
 from gateway.error_responses import Error, Usage, error_object, render_usage
-from gateway.formats import (
-    ENCODINGS,
-    IN_BASE64,
-    Dtype,
-    EncodingFormat,
-    RowFormat,
+from gateway.formats import ENCODINGS, IN_BASE64, Dtype, EncodingFormat, RowFormat, check_finite, json_rows
+from gateway.model_requests import EmbeddingRequest, Matrix, ModelOutput, ParsedRequest
+from gateway.parsing import (
+    INPUT_SCHEMA,
+    InputType,
+    Limits,
+    Operation,
     check_dimensions,
     check_dtype,
     check_encoding_format,
-    check_finite,
     check_normalize,
-    json_rows,
-)
-from gateway.model_requests import (
-    INPUT_SCHEMA,
-    EmbeddingRequest,
-    InputType,
-    Limits,
-    Matrix,
-    ModelOutput,
-    Operation,
-    ParsedRequest,
     parse_inputs,
     parse_prompt,
 )
-from gateway.schema import Body, check_body
+from gateway.schema import Body
 
 PATH = "/v1/embeddings"
 
@@ -121,9 +110,7 @@ def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> ParsedRequ
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
     """
-    check_body(body, facts, "embed")
     row_format = _row_format(body, facts)
     encoding = ENCODINGS[row_format]
     truncate = _either(body, "truncate", "truncation")
@@ -201,4 +188,5 @@ EMBEDDINGS = Operation(
     body=EmbeddingsBody,
     answer=Embeddings,
     parse=parse,
+    task="embed",
 )

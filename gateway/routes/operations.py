@@ -15,8 +15,8 @@ from common.wire.messages import PROTOCOL_VERSION, ModelFacts, max_rows
 from gateway.client import Readiness
 from gateway.edge.body import BodyLimits
 from gateway.edge.http import HttpLimits
+from gateway.parsing import is_served, model_not_found
 from gateway.routes import contextual, rerank
-from gateway.schema import is_served, model_not_found
 
 _PACKAGES = ("aiohttp", "tokenizers", "pyzmq", "numpy")
 

@@ -24,29 +24,23 @@ from common.text.tokenization import TruncationRule
 from common.wire.messages import ModelFacts
 from gateway.error_responses import Usage, render_usage
 from gateway.formats import check_finite, decimals, json_list, scores_of
-from gateway.model_requests import (
+from gateway.model_requests import ModelOutput, PairsRequest, ParsedRequest
+from gateway.parsing import (
     TEXT_OR_TEXTS_SCHEMA,
     TEXT_SCHEMA,
     TRUNCATION,
     Limits,
-    ModelOutput,
     Operation,
-    PairsRequest,
-    ParsedRequest,
     Truncation,
     check_cut,
-)
-from gateway.schema import (
-    Body,
-    check_body,
     check_list,
     check_one_score,
     check_text,
     check_texts,
     empty_input,
     unsupported,
-    wrong_type,
 )
+from gateway.schema import Body, wrong_type
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
@@ -168,9 +162,8 @@ def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedR
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
     """
-    _check_body(body, facts)
+    check_one_score(facts)
     for name, reason in _UNSUPPORTED.items():
         value = getattr(body, name)
         if value is not None and (name, value) != ("rank_fields", ["text"]):
@@ -195,7 +188,7 @@ def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedR
 
 def parse_score(body: ScoreBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
     """The request of a body, checked as far as it can be without a tokenizer. Raises as `parse_rerank` does."""
-    _check_body(body, facts)
+    check_one_score(facts)
     first, first_lone = _parse_texts(body.text_1, "text_1", limits.max_inputs)
     second, second_lone = _parse_texts(body.text_2, "text_2", limits.max_inputs)
     if len(first) not in (1, len(second)):
@@ -259,11 +252,6 @@ def render_score(output: ModelOutput, *, names: PairNames, raw_scores: bool) -> 
     data = [b'{"index":%d,"object":"score","score":%b}' % numbered for numbered in enumerate(scores)]
     pieces = [*_head(output, b"list"), b',"data":[', b",".join(data), b"],", render_usage(output.num_tokens), b"}"]
     return b"".join(pieces)
-
-
-def _check_body(body: PairsBody, facts: ModelFacts) -> None:
-    check_body(body, facts, "score")
-    check_one_score(facts)
 
 
 def _pairs_request(
@@ -353,6 +341,7 @@ RERANK = Operation(
     body=RerankBody,
     answer=Reranked,
     parse=parse_rerank,
+    task="score",
 )
 
 SCORE = Operation(
@@ -363,4 +352,5 @@ SCORE = Operation(
     body=ScoreBody,
     answer=Scores,
     parse=parse_score,
+    task="score",
 )

@@ -26,23 +26,23 @@ from common.errors import InvalidRequest, NonfiniteOutput
 from common.text.tokenization import NameOf, Token, Tokenizer, TruncationRule, input_too_long
 from common.wire.messages import ModelFacts
 from common.wire.rows import read_sparse
-from gateway.formats import check_dimensions, check_finite, decimals, json_list, json_rows
-from gateway.model_requests import (
+from gateway.formats import check_finite, decimals, json_list, json_rows
+from gateway.model_requests import EmbeddingRequest, Inputs, LocalRequest, ModelOutput, ParsedRequest
+from gateway.parsing import (
     IDS_OR_LISTS_SCHEMA,
     INPUT_SCHEMA,
     TEXT_OR_TEXTS_SCHEMA,
     TEXTS_SCHEMA,
-    EmbeddingRequest,
-    Inputs,
     Limits,
-    LocalRequest,
-    ModelOutput,
     Operation,
-    ParsedRequest,
+    check_dimensions,
+    check_list,
+    check_text,
+    check_texts,
     parse_inputs,
     parse_prompt,
 )
-from gateway.schema import Body, check_body, check_list, check_text, check_texts, wrong_type
+from gateway.schema import Body, wrong_type
 
 DIALECT = "TEI"
 
@@ -137,9 +137,7 @@ def parse_embed(body: EmbedBody, facts: ModelFacts, limits: Limits) -> ParsedReq
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
     """
-    check_body(body, facts, "embed")
     request = _embedding_request(body, facts, limits)
     request = replace(
         request,
@@ -150,19 +148,16 @@ def parse_embed(body: EmbedBody, facts: ModelFacts, limits: Limits) -> ParsedReq
 
 
 def parse_embed_all(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    check_body(body, facts, "tokens")
     request = replace(_embedding_request(body, facts, limits), by_token=True)
     return ParsedRequest(request, partial(render_rows_of_tokens, name_of=request.inputs.name_of))
 
 
 def parse_embed_sparse(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    check_body(body, facts, "sparse")
     request = replace(_embedding_request(body, facts, limits), encoding="sparse")
     return ParsedRequest(request, partial(render_sparse_rows, name_of=request.inputs.name_of))
 
 
 def parse_similarity(body: SimilarityBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    check_body(body, facts, "embed")
     parameters = body.parameters or SimilarityParameters()
     truncation = truncation_of(parameters.truncate, parameters.truncation_direction, limits)
     inputs = _parse_sentences(body.inputs, limits.max_inputs)
@@ -184,7 +179,6 @@ def parse_similarity(body: SimilarityBody, facts: ModelFacts, limits: Limits) ->
 
 
 def parse_tokenize(body: TokenizeBody, facts: ModelFacts, limits: Limits) -> LocalRequest:
-    check_body(body, facts, None)  # a tokenizer has every model
     inputs = parse_inputs(body.inputs, "inputs", limits.max_inputs)
     if not inputs.texts:
         raise wrong_type("inputs", "a string or a list of strings")
@@ -202,7 +196,6 @@ def parse_tokenize(body: TokenizeBody, facts: ModelFacts, limits: Limits) -> Loc
 
 
 def parse_decode(body: DecodeBody, facts: ModelFacts, limits: Limits) -> LocalRequest:
-    check_body(body, facts, None)  # a tokenizer has every model
     inputs = parse_inputs(body.ids, "ids", limits.max_inputs)
     if inputs.texts:
         raise wrong_type("ids", "a list of token ids, or a list of such lists")
@@ -310,6 +303,7 @@ EMBED = Operation(
     body=EmbedBody,
     answer=list[list[float]],
     parse=parse_embed,
+    task="embed",
 )
 
 EMBED_ALL = Operation(
@@ -320,6 +314,7 @@ EMBED_ALL = Operation(
     body=EmbedAllBody,
     answer=list[list[list[float]]],
     parse=parse_embed_all,
+    task="tokens",
 )
 
 EMBED_SPARSE = Operation(
@@ -330,6 +325,7 @@ EMBED_SPARSE = Operation(
     body=EmbedAllBody,
     answer=list[list[SparseValue]],
     parse=parse_embed_sparse,
+    task="sparse",
 )
 
 SIMILARITY = Operation(
@@ -340,6 +336,7 @@ SIMILARITY = Operation(
     body=SimilarityBody,
     answer=list[float],
     parse=parse_similarity,
+    task="embed",
 )
 
 TOKENIZE = Operation(
@@ -351,6 +348,7 @@ TOKENIZE = Operation(
     body=TokenizeBody,
     answer=list[list[Token]],
     parse=parse_tokenize,
+    task=None,
 )
 
 DECODE = Operation(
@@ -361,9 +359,10 @@ DECODE = Operation(
     body=DecodeBody,
     answer=list[str],
     parse=parse_decode,
+    task=None,
 )
 
 ROOT = "/"
-ROOT_SPARSE = replace(EMBED_SPARSE, paths=(ROOT,), task="sparse")
-ROOT_SIMILARITY = replace(SIMILARITY, paths=(ROOT,), task="embed", marker="parameters")
-ROOT_EMBED = replace(EMBED, paths=(ROOT,), task="embed")
+ROOT_SPARSE = replace(EMBED_SPARSE, paths=(ROOT,), only_for_task=True)
+ROOT_SIMILARITY = replace(SIMILARITY, paths=(ROOT,), only_for_task=True, marker="parameters")
+ROOT_EMBED = replace(EMBED, paths=(ROOT,), only_for_task=True)

@@ -23,26 +23,20 @@ from common.text.pairs import PairNames
 from common.text.tokenization import NameOf
 from common.wire.messages import OWN_PAIRS, ModelFacts
 from gateway.formats import check_finite, decimals, json_list, probabilities_of, scores_of
-from gateway.model_requests import (
+from gateway.model_requests import LabelsRequest, ModelOutput, PairsRequest, ParsedRequest
+from gateway.parsing import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
-    LabelsRequest,
     Limits,
-    ModelOutput,
     Operation,
-    PairsRequest,
-    ParsedRequest,
     check_cut,
-)
-from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
-from gateway.schema import (
-    check_body,
     check_list,
     check_one_score,
     check_text,
     check_texts,
     unsupported,
 )
+from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
 
 # What becomes of the logits of an input.
 Scale = Literal["sigmoid", "softmax", "none"]
@@ -117,9 +111,7 @@ def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> ParsedReq
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
     """
-    check_body(body, facts, "score")
     check_one_score(facts)
     check_text(body.query, "query", "compare with")
     texts = check_list(body.texts, "texts", "a list of strings", limits.max_inputs, "rank", "texts")
@@ -144,13 +136,11 @@ def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> ParsedReq
 
 
 def parse_predict(body: PredictBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    check_body(body, facts, "score")
     scale: Scale | None = "none" if body.raw_scores else None
     return _labels_asked(body, _parse_texts(body.inputs, limits.max_inputs), facts, limits, scale)
 
 
 def parse_classify(body: ClassifyBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    check_body(body, facts, "score")
     parameters = body.parameters or ClassifyParameters()
     texts = replace(_parse_texts(body.inputs, limits.max_inputs), lone=False)
     return _labels_asked(body, texts, facts, limits, parameters.function_to_apply, top_k=parameters.top_k)
@@ -250,6 +240,7 @@ RERANK = Operation(
     body=RankBody,
     answer=list[Rank],
     parse=parse_rerank,
+    task="score",
     marker="texts",
 )
 
@@ -262,6 +253,7 @@ PREDICT = Operation(
     body=PredictBody,
     answer=list[Prediction | list[Prediction]],
     parse=parse_predict,
+    task="score",
 )
 
 CLASSIFY = Operation(
@@ -272,9 +264,10 @@ CLASSIFY = Operation(
     body=ClassifyBody,
     answer=list[list[Prediction]],
     parse=parse_classify,
+    task="score",
     marker="parameters",
 )
 
-ROOT_CLASSIFY = replace(CLASSIFY, paths=(ROOT,), task="score")
-ROOT_RERANK = replace(RERANK, paths=(ROOT,), task="score")
-ROOT_PREDICT = replace(PREDICT, paths=(ROOT,), task="score")
+ROOT_CLASSIFY = replace(CLASSIFY, paths=(ROOT,), only_for_task=True)
+ROOT_RERANK = replace(RERANK, paths=(ROOT,), only_for_task=True)
+ROOT_PREDICT = replace(PREDICT, paths=(ROOT,), only_for_task=True)

@@ -22,7 +22,7 @@ from common.errors import DeadlineExceeded, NonfiniteOutput, Overloaded, Unavail
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
 from common.wire.transport import now_ns
-from gateway.schema import is_served
+from gateway.parsing import is_served
 from gateway.tokenizing import Threads
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, processors
 from common.errors import InvalidRequest, NonfiniteOutput, Overloaded
 from common.wire.messages import ModelFacts
 from gateway.formats import probabilities_of
-from gateway.model_requests import Limits, ParsedRequest, read_request
+from gateway.model_requests import ParsedRequest
+from gateway.parsing import Limits, read_request
 from gateway.routes import operations_by_path
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector, with_tokenizer
 from tests.gateway.wire import Answer, ask

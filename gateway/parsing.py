@@ -1,0 +1,396 @@
+"""From a body's fields to a request: which operation is meant, and the checks that dialects share. No I/O.
+
+    fields → `read_fields` → the operation's body type (schema.py) → its dialect's `parse` → ParsedRequest
+
+msgspec's types cannot say everything: that a field holds texts or token ids, or what the served model can do. Those
+checks are here, so that every dialect refuses the same mistake with the same code, in the same words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+from common.errors import InvalidRequest, NotFound
+from common.text.tokenization import NameOf, TruncationRule
+from common.wire.messages import OWN_PAIRS, ModelFacts
+from gateway.formats import ENCODINGS, Dtype, EncodingFormat, RowFormat
+from gateway.model_requests import Inputs, LocalRequest, ParsedRequest
+from gateway.schema import Body, Fields, parse_fields, parse_object, wrong_type
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+# What a text is for, in the words of Cohere's and Voyage's clients, and what checkpoints call the prompt for it, the
+# first of which that there is goes before the text.
+InputType = Literal["query", "document", "search_query", "search_document", "classification", "clustering"]
+_QUERY_PROMPTS = ("query", "search_query")
+_DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus")
+_PROMPTS: dict[InputType, tuple[str, ...]] = {
+    "query": _QUERY_PROMPTS,
+    "search_query": _QUERY_PROMPTS,
+    "document": _DOCUMENT_PROMPTS,
+    "search_document": _DOCUMENT_PROMPTS,
+    "classification": ("classification", "Classification"),
+    "clustering": ("clustering", "Clustering"),
+}
+
+# Cohere's words for truncation.
+Truncation = Literal["NONE", "START", "END"]
+TRUNCATION: dict[Truncation, TruncationRule] = {
+    "NONE": TruncationRule(allowed=False),
+    "START": TruncationRule(allowed=True, direction="left"),
+    "END": TruncationRule(allowed=True, direction="right"),
+}
+
+# Texts, and what `parse_inputs` takes, for /openapi.json: more than msgspec's types can say.
+TEXT_SCHEMA: dict[str, object] = {"type": "string", "minLength": 1}
+TEXTS_SCHEMA: dict[str, object] = {"type": "array", "items": TEXT_SCHEMA, "minItems": 1}
+_TOKEN_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+INPUT_SCHEMA = {
+    "anyOf": [
+        TEXT_SCHEMA,
+        TEXTS_SCHEMA,
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
+TEXT_OR_TEXTS_SCHEMA = {"anyOf": INPUT_SCHEMA["anyOf"][:2]}
+IDS_OR_LISTS_SCHEMA = {"anyOf": INPUT_SCHEMA["anyOf"][2:]}
+
+# What a model that lacks a task does not do.
+_LACKS = {
+    "embed": "makes no embeddings",
+    "score": "gives texts no scores",
+    "sparse": "makes no sparse embeddings",
+    "tokens": "gives single tokens no embeddings",
+}
+
+_ORGANISATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/")
+_OF_OPENAI: tuple[EncodingFormat, ...] = get_args(EncodingFormat)
+_NUMBERS: tuple[Dtype, ...] = get_args(Dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a deployment's configuration says of a body."""
+
+    max_inputs: int
+    auto_truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[B]):
+    """A route of a dialect.
+
+    Of several on one path the first is meant whose `marker` the body has and whose `task` the model does, else the
+    last. Without a marker any body will do, and unless it is `only_for_task` any model.
+    """
+
+    paths: tuple[str, ...]
+    dialect: str  # for people
+    summary: str
+    description: str
+    body: type[B]
+    answer: Any  # the type of an answer: a Struct, or a list of some
+    parse: Callable[[B, ModelFacts, Limits], ParsedRequest | LocalRequest]  # of a body that `_check_body` has passed
+    task: str | None  # what the model must do; None: a tokenizer, which every model has
+    marker: str | None = None
+    only_for_task: bool = False
+
+    def is_meant(self, fields: Fields, facts: ModelFacts) -> bool:
+        """Whether it is this one, among others on its path, that a body is for."""
+        does_task = not self.only_for_task or self.task in facts.tasks
+        return does_task and (self.marker is None or self.marker in fields)
+
+
+def read_request(
+    body: bytes, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits
+) -> ParsedRequest | LocalRequest:
+    """What a body asks for on a path of these operations.
+
+    Raises:
+        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        NotFound: model_not_found.
+    """
+    return read_fields(parse_object(body), operations, facts, limits)
+
+
+def read_fields(
+    fields: Fields, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits
+) -> ParsedRequest | LocalRequest:
+    """The same of a body that is parsed."""
+    operation = next((found for found in operations[:-1] if found.is_meant(fields, facts)), operations[-1])
+    body = parse_fields(fields, operation.body)
+    _check_body(body, facts, operation.task)
+    return operation.parse(body, facts, limits)
+
+
+def is_served(model: str, name: str) -> bool:
+    """Whether a client that asks for `model` means the model served as `name`.
+
+    The organisation before the slash may be left out or added: clients carry hub ids about.
+    """
+    if model == name:
+        return True
+    if "/" in name:
+        return model == name.rpartition("/")[2]
+    return model.endswith("/" + name) and _ORGANISATION.fullmatch(model[: -len(name)]) is not None
+
+
+def model_not_found(param: str | None = None) -> NotFound:
+    return NotFound("This model is not served here; GET /v1/models lists what is.", param=param, code="model_not_found")
+
+
+def check_one_score(facts: ModelFacts) -> None:
+    """Raises InvalidRequest (wrong_task) for a model that gives a pair several scores, or none."""
+    if facts.num_labels != 1:
+        raise wrong_task(f"gives a pair {facts.num_labels} scores, one a label; this route is for models that give one")
+
+
+def check_texts(texts: list[object], name: str, purpose: str = "embed") -> list[str]:
+    """The list, every member of it a string that is not empty; `purpose` is what an empty one is no use for.
+
+    Raises:
+        InvalidRequest: invalid_type or empty_input, naming the first bad one.
+    """
+    if set(map(type, texts)) == {str} and "" not in texts:
+        return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
+    for index, text in enumerate(texts):
+        check_text(text, f"{name}[{index}]", purpose)
+    raise AssertionError("no text is wrong: this is a bug")
+
+
+def check_text(text: object, name: str, purpose: str = "embed") -> str:
+    """The text. Raises InvalidRequest: invalid_type or empty_input where it is no string, or an empty one."""
+    if type(text) is not str:
+        raise wrong_type(name, "a string")
+    if not text:
+        raise empty_input(name, purpose)
+    return text
+
+
+def check_list(
+    value: object, name: str, wanted: str, maximum: int | None = None, purpose: str = "embed", noun: str = "inputs"
+) -> list[Any]:
+    """The value of the field `name`: a list that is not empty and has at most `maximum` members, which are `noun`.
+
+    `wanted` is what the field takes, and `purpose` what an empty list is no use for.
+
+    Raises:
+        InvalidRequest: invalid_type, empty_input or too_many_inputs.
+    """
+    if type(value) is not list:
+        raise wrong_type(name, wanted)
+    if not value:
+        raise empty_input(name, purpose)
+    if maximum is not None and len(value) > maximum:
+        raise too_many_inputs(name, len(value), maximum, noun)
+    return value
+
+
+def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = False) -> Inputs:
+    """A string, strings, token ids, or lists of token ids, in a field of this name.
+
+    Raises:
+        InvalidRequest: invalid_type, empty_input or too_many_inputs; for an input of a `partial` request only where
+            none is right.
+    """
+
+    def name_of(index: int) -> str:
+        return f"{name}[{index}]"
+
+    if type(value) is str:
+        if not value:
+            raise empty_input(name)
+        return Inputs([value], [], lambda _: name, range(1), list_name=name)
+    wanted = "a string, a list of strings, a list of token ids or a list of such lists"
+    values = check_list(value, name, wanted)
+    first = values[0]
+    if isinstance(first, int | float):
+        return Inputs([], [values], lambda _: name, range(1), list_name=name)
+    check_list(values, name, wanted, max_inputs)
+    # Of a partial request the first that is any of these tells what all of them are; the others are wrong.
+    places = (place for place, one in enumerate(values) if type(one) in (str, list))
+    sample = next(places, 0) if partial else 0
+    if type(values[sample]) is list:
+        sample_name = name_of(sample)
+        if partial:
+            good_ids, good_places, failures = _good_ones(
+                values, name_of, lambda ids, name: _check_ids(ids, name, sample_name)
+            )
+            return Inputs([], good_ids, name_of, good_places, failures, name)
+        for index, ids in enumerate(values):
+            _check_ids(ids, name_of(index), sample_name)
+        return Inputs([], values, name_of, range(len(values)), list_name=name)
+    if partial:
+        good_texts, good_places, failures = _good_ones(values, name_of, check_text)
+        return Inputs(good_texts, [], name_of, good_places, failures, name)
+    if type(first) is not str:
+        raise wrong_type(f"{name}[0]", "a string, a token id or a list of token ids")
+    return Inputs(check_texts(values, name), [], name_of, range(len(values)), list_name=name)
+
+
+def parse_prompt(
+    prompt: str | None,
+    prompt_name: str | None,
+    truncation: TruncationRule,
+    inputs: Inputs,
+    facts: ModelFacts,
+    *,
+    input_type: InputType | None = None,
+    direction_name: str = "truncation_direction",
+) -> str:
+    """What goes before every text: a client's own words, or a prompt of the checkpoint, by default its own.
+
+    A prompt is named, or it is what the checkpoint has for texts of this `input_type`: for many types, nothing.
+    `direction_name` is the field that says which end of a text is cut.
+
+    Raises:
+        InvalidRequest: two of them are given, or one with token ids; there is no prompt of that name; a prompt that is
+            not part of the vector would be cut away.
+    """
+    fields = {"prompt": prompt, "prompt_name": prompt_name, "input_type": input_type}
+    given = [name for name, value in fields.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one of them.", param=given[0])
+    if not inputs.texts:
+        if given:
+            raise InvalidRequest(f"{given[0]} goes before text; token ids are run as they are.", param=given[0])
+        return ""
+    if input_type is not None:
+        prompt = next((facts.prompts[name] for name in _PROMPTS[input_type] if name in facts.prompts), "")
+    elif prompt is None:
+        name = prompt_name if prompt_name is not None else facts.default_prompt_name
+        if name is not None and name not in facts.prompts:
+            raise InvalidRequest("This model has no prompt of that name.", param="prompt_name")
+        prompt = "" if name is None else facts.prompts[name]
+    if prompt and truncation.direction == "left" and not facts.include_prompt:
+        raise unsupported(direction_name, "this model's prompt, which comes first, is not part of the vector")
+    return prompt
+
+
+def check_cut(truncation: TruncationRule, facts: ModelFacts, name: str) -> None:
+    """Raises InvalidRequest (unsupported_parameter), naming the field that says it, where pairs cannot be cut so."""
+    if truncation.allowed and truncation.direction == "left" and facts.pair_template != OWN_PAIRS:
+        raise unsupported(name, "in this model's template a document is cut at its end only")
+
+
+def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> EncodingFormat:
+    """The format; `float` unless named. Raises InvalidRequest (unsupported_parameter) where the model lacks it."""
+    if value is None:
+        return "float"
+    _check_made(value, _OF_OPENAI, facts, "encoding_format")
+    return value
+
+
+def check_dtype(value: Dtype, facts: ModelFacts, name: str) -> Dtype:
+    """The type, asked for in a field of this name. Raises as `check_encoding_format` does."""
+    _check_made(value, _NUMBERS, facts, name)
+    return value
+
+
+def check_dimensions(value: int | None, facts: ModelFacts, encoding: str, name: str = "dimensions") -> int:
+    """How many, all of them unless a number was named.
+
+    Raises:
+        InvalidRequest: out_of_range; invalid_value where bits would not fill their bytes.
+    """
+    dimensions = facts.dimensions if value is None else value
+    _check_at_most(name, dimensions, facts.dimensions)
+    if dimensions % 8 and encoding == "binary":
+        raise InvalidRequest(f"{name} must be a multiple of 8 where each is one bit, and is {dimensions}.", param=name)
+    return dimensions
+
+
+def check_normalize(value: bool | None, facts: ModelFacts, encoding: str) -> bool:
+    """As the checkpoint declares it, unless a client says.
+
+    Raises:
+        InvalidRequest: unsupported_parameter where a quantised vector is to be normalised.
+    """
+    if encoding == "float32":
+        return facts.normalize if value is None else value
+    if value:
+        raise unsupported("normalize", f"{encoding} is made from the vector before any normalisation")
+    return False
+
+
+def empty_input(name: str, purpose: str = "embed") -> InvalidRequest:
+    return InvalidRequest(f"{name} is empty: there is nothing to {purpose}.", param=name, code="empty_input")
+
+
+def too_many_inputs(name: str, number: int, limit: int, what: str = "inputs") -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} has {number} {what}; at most {limit} fit into one request. Send several requests.",
+        param=name,
+        code="too_many_inputs",
+    )
+
+
+def unsupported(name: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} asks for what cannot be done: {reason}.", param=name, code="unsupported_parameter")
+
+
+def wrong_task(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"This model {reason}.", param="model", code="wrong_task")
+
+
+def _check_body(body: Body, facts: ModelFacts, task: str | None) -> None:
+    """Pass where the model that is served is the one that is meant and does what is asked of it; any does no task.
+
+    Raises:
+        NotFound: model_not_found.
+        InvalidRequest: missing_field; wrong_task, see ModelFacts.tasks; unsupported_parameter of a stream.
+    """
+    model = body.model
+    if isinstance(model, str):
+        if not model:
+            raise InvalidRequest(
+                "model is empty; leave it out to use the one served.", param="model", code="missing_field"
+            )
+        if not is_served(model, facts.name):
+            raise model_not_found("model")
+    if task is not None and task not in facts.tasks:
+        raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(facts.tasks)}")
+    if body.stream:
+        raise unsupported("stream", "what this route answers is not streamed")
+
+
+def _check_at_most(name: str, value: int, maximum: int) -> None:
+    """Raises InvalidRequest (out_of_range) for a value above what the model allows."""
+    if value > maximum:
+        raise InvalidRequest(f"{name} must be from 1 to {maximum}.", param=name, code="out_of_range")
+
+
+def _check_ids(value: object, name: str, sample_name: str) -> list[object]:
+    if type(value) is not list:
+        raise wrong_type(name, f"a list of token ids, as {sample_name} is")
+    return value
+
+
+def _good_ones(
+    values: list[object], name_of: NameOf, check: Callable[[object, str], T]
+) -> tuple[list[T], list[int], dict[int, InvalidRequest]]:
+    """What passes the check, its places, and what is wrong with the others. Raises the first error if none passes."""
+    good: list[T] = []
+    places: list[int] = []
+    failures: dict[int, InvalidRequest] = {}
+    for place, value in enumerate(values):
+        try:
+            good.append(check(value, name_of(place)))
+        except InvalidRequest as error:
+            failures[place] = error.with_traceback(None)  # whose frames hold this dict, and so the body
+        else:
+            places.append(place)
+    if not good:
+        raise failures[0]
+    return good, places, failures
+
+
+def _check_made(value: RowFormat, choices: Sequence[RowFormat], facts: ModelFacts, name: str) -> None:
+    if ENCODINGS[value] not in facts.encodings:
+        served = [choice for choice in choices if ENCODINGS[choice] in facts.encodings]
+        raise unsupported(name, f"this model does not make it; use one of: {', '.join(served)}")
