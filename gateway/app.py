@@ -52,7 +52,7 @@ from gateway.edge.body import BodyLimits, read_body
 from gateway.edge.budgets import Budgets
 from gateway.edge.connection_balancer import Acceptor, ConnectionCounts
 from gateway.edge.http import HttpLimits, Server
-from gateway.edge.memory_budget import Held, Memory
+from gateway.edge.memory_budget import MemoryBudget, RequestMemory
 from gateway.error_responses import JSON, error_headers, render_error, request_id_of, server_timing
 from gateway.formats import OCTETS, as_written, check_finite, json_list, prefers_octets
 from gateway.model_requests import (
@@ -141,7 +141,7 @@ class Call:
         self.request_id = request_id_of(request.headers.get("X-Request-Id"))
         self.deadline_ns = 0
         self.fingerprint: str | None = None
-        self.held: Held | None = None  # of what a model is asked
+        self.held: RequestMemory | None = None  # of what a model is asked
         self.served: ServedModel  # the model that is asked, once that is known
         self.key: Key | None = None
         self.closes = False
@@ -198,7 +198,7 @@ class Gateway:
             config.header_timeout_s, config.keepalive_timeout_s, _max_connections(config), config.write_timeout_s
         )
         self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s, config.min_body_bytes_per_s)
-        self._memory = Memory(config.max_held_bytes)
+        self._memory = MemoryBudget(config.max_held_bytes)
         self._server_facts = operations.ServerFacts(config, http_limits, self._body_limits)
         self._server = Server(
             self._handle, http_limits, partial(self._count, "none"), partial(cors.answer_headers, self._origins)

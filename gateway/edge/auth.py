@@ -260,7 +260,7 @@ def _is_from_this_host(request: web.BaseRequest) -> bool:
 
 
 def main() -> int:
-    """`python -m gateway.auth FILE`: whether these keys can be used."""
+    """`python -m gateway.edge.auth FILE`: whether these keys can be used."""
     try:
         known_keys(sys.argv[1], None)
     except KeysRefused as error:

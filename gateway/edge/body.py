@@ -1,6 +1,6 @@
 """Reading a request's body: only JSON in UTF-8, plain, within a size, a number of chunks, a time and at a pace.
 
-What all of them together may hold is bounded in memory.py, which is told of each byte before it is held.
+What all of them together may hold is bounded in memory_budget.py, which is told of each byte before it is held.
 """
 
 from __future__ import annotations

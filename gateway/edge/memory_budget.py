@@ -24,7 +24,7 @@ _FULL = 0.95
 _UNCOUNTED_BYTES = 16 * 1024  # of a small body; 64 MiB of as many requests as a gateway holds unless told otherwise
 
 
-class Memory:
+class MemoryBudget:
     """The bytes that all requests of one gateway hold."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -35,11 +35,11 @@ class Memory:
     def is_short(self) -> bool:
         return self.num_bytes >= _SHORT * self._max_bytes
 
-    def hold(self) -> Held:
+    def hold(self) -> RequestMemory:
         """Count a request: as a context, until that ends. Raises Overloaded: there is no room for any."""
         if self.num_bytes >= _FULL * self._max_bytes:
             raise _full()
-        return Held(self)
+        return RequestMemory(self)
 
     def grow(self, num_bytes: int, part: float) -> None:
         """Count so many more. Raises Overloaded: then there would be more than this part of what there may be."""
@@ -48,33 +48,33 @@ class Memory:
         self.num_bytes += num_bytes
 
 
-class Held:
+class RequestMemory:
     """What one request holds."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, budget: MemoryBudget) -> None:
         self.num_bytes = 0
-        self._memory = memory
+        self._budget = budget
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> RequestMemory:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._memory.num_bytes -= self.num_bytes
+        self._budget.num_bytes -= self.num_bytes
 
     def grow_body_to(self, num_bytes: int) -> None:
         """Its body, of which nothing is parsed, has so many bytes now. Raises Overloaded: there is no room for them."""
         if num_bytes > max(self.num_bytes, _UNCOUNTED_BYTES):
-            self._memory.grow(num_bytes - self.num_bytes, _SHORT)
+            self._budget.grow(num_bytes - self.num_bytes, _SHORT)
             self.num_bytes = num_bytes
 
     def grow(self, num_bytes: int) -> None:
         """It holds so many more bytes, until it is answered. Raises Overloaded: there is no room for them."""
-        self._memory.grow(num_bytes, 1)
+        self._budget.grow(num_bytes, 1)
         self.num_bytes += num_bytes
 
     def shrink(self, num_bytes: int) -> None:
         """So many of them are given back before the request ends."""
-        self._memory.num_bytes -= num_bytes
+        self._budget.num_bytes -= num_bytes
         self.num_bytes -= num_bytes
 
 
