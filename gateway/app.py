@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import resource
 import socket
 import time
@@ -84,9 +83,6 @@ _MODELS_PATH = "/v1/models"
 
 # Of a partial request, each without one more of the inputs that the model fails on.
 _MAX_RERUNS = 64
-
-# How a failure names a sequence: its place among those that were submitted.
-_SEQUENCE = re.compile(r"input\[(\d+)\]")
 
 T = TypeVar("T")
 
@@ -405,15 +401,14 @@ class Gateway:
                 ]
                 break
             except ServiceError as error:
-                sequence = _sequence_of(error)
-                if sequence is None:
+                if error.sequence is None:
                     raise
-                error.param = request.inputs.name_of(encoded.places[sequence])
+                error.param = request.inputs.name_of(encoded.places[error.sequence])
                 if not request.partial or num_reruns >= _MAX_RERUNS:
                     raise
                 # The scheduler answers a request as a whole: the others run again, which is rare and costs their key
                 # nothing more.
-                encoded.drop({sequence: error.with_traceback(None)})
+                encoded.drop({error.sequence: error.with_traceback(None)})
                 num_reruns += 1
         num_tokens = sum(map(len, encoded.sequences))
         self._count_inputs(len(encoded.sequences), num_tokens)
@@ -436,7 +431,13 @@ class Gateway:
         )
         sequences = [document.ids for document in documents]
         num_tokens = self._charge(call, sequences)
-        embedded = await self._submit(call, model, request, sequences, spans=[document.spans for document in documents])
+        spans = [document.spans for document in documents]
+        try:
+            embedded = await self._submit(call, model, request, sequences, spans=spans)
+        except ServiceError as error:
+            if error.sequence is not None:
+                error.param = request.name_of(error.sequence)
+            raise
         self._count_inputs(len(embedded.rows), num_tokens)
         return ModelOutput(embedded.rows, model.facts, num_tokens, call.request_id)
 
@@ -453,9 +454,8 @@ class Gateway:
         try:
             embedded = await self._submit(call, model, request, pairs.sequences, type_starts=type_starts)
         except ServiceError as error:
-            sequence = _sequence_of(error)
-            if sequence is not None:
-                error.param = request.name_of(pairs.first_pairs[sequence])
+            if error.sequence is not None:
+                error.param = request.name_of(pairs.first_pairs[error.sequence])
             raise
         self._count_inputs(len(pairs.places), num_tokens)
         return ModelOutput(embedded.rows[pairs.places], model.facts, num_tokens, call.request_id)
@@ -619,12 +619,6 @@ def _max_connections(config: GatewayConfig) -> int:
     if max_files == resource.RLIM_INFINITY:
         return config.max_connections
     return min(config.max_connections, max(1, max_files - _SPARE_FILES))
-
-
-def _sequence_of(error: ServiceError) -> int | None:
-    """The place, among those that were submitted, of the sequence that a failure names."""
-    found = _SEQUENCE.fullmatch(error.param or "")
-    return None if found is None else int(found[1])
 
 
 def _by_encoding(request: EmbeddingRequest) -> list[EmbeddingRequest]:

@@ -344,7 +344,7 @@ class Ledger:
 
         Raises:
             Unavailable: the scheduler hangs or stays away, or no worker has ever been ready.
-            InvalidRequest: one sequence has more spans than any result holds; `param` names it.
+            InvalidRequest: one sequence has more spans than any result holds; `sequence` is its place.
         """
         returns = self._died and now_ns - self._last_heard_ns < _RECOVERY_NS
         if self.refused is not None or self.facts is None or (self.silent(now_ns) and not returns):
@@ -550,7 +550,7 @@ class Ledger:
         error = from_wire(
             failure.code,
             failure.message,
-            param=None if failure.sequence is None else f"input[{piece.start + failure.sequence}]",
+            sequence=None if failure.sequence is None else piece.start + failure.sequence,
             retry_after_s=None if failure.retry_after_ms is None else failure.retry_after_ms / 1000,
         )
         piece.request.fail(self._spread(error) if isinstance(error, Overloaded) else error)
@@ -574,7 +574,7 @@ def _check_span_counts(span_counts: npt.NDArray[np.int32], most: int) -> None:
         sequence = int(np.argmax(span_counts > most))
         raise InvalidRequest(
             f"This input has {span_counts[sequence]} parts to embed; at most {most} are possible. Split it.",
-            param=f"input[{sequence}]",
+            sequence=sequence,
         )
 
 

@@ -73,6 +73,10 @@ class ContextualRequest:
 
     usual_lane: ClassVar[str] = "online"
 
+    def name_of(self, document: int) -> str:
+        """How errors call a document."""
+        return f"input[{document}]"
+
 
 @dataclass(frozen=True, slots=True)
 class PairsRequest:

@@ -294,7 +294,7 @@ class Quantising(Stub):
         self.submitted.append({"encoding": options.encoding, "number": len(sequences)})
         for index, sequence in enumerate(sequences):
             if 13 in sequence.tolist():
-                raise NonfiniteOutput("The model made a NaN of this input.", param=f"input[{index}]")
+                raise NonfiniteOutput("The model made a NaN of this input.", sequence=index)
         dtypes = {"float32": np.float32, "int8": np.int8, "binary": np.uint8}
         return Embedded(np.ones((len(sequences), 2), dtypes[options.encoding]), queue_us=1, step_us=1)
 

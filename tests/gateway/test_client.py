@@ -299,7 +299,7 @@ async def test_a_nonfinite_row_names_its_sequence(start_worker: StartWorker, cli
     await until(lambda: client.facts is not None)
     with pytest.raises(NonfiniteOutput) as raised:
         await submit(client, sequences(*[40] * 6, 5, 40))
-    assert raised.value.param == "input[6]"
+    assert raised.value.sequence == 6
     await submit(client, sequences(3))
 
 
@@ -470,7 +470,7 @@ async def test_a_sequence_with_more_spans_than_a_result_holds_is_refused(ledger:
     )
     with pytest.raises(InvalidRequest, match=r"5 parts.*at most 4") as raised:
         ledger.open(entry, 0)
-    assert raised.value.param == "input[1]"
+    assert raised.value.sequence == 1
     assert (wire.requests(), ledger.num_pieces) == ([], 0)
 
 

@@ -370,7 +370,7 @@ async def test_a_deadline_that_passes_while_the_input_is_tokenized_shows_there(s
         (Overloaded("full", retry_after_s=2.1), 429, "overloaded", {"retry-after": "3", "retry-after-ms": "2100"}),
         (Unavailable("none"), 503, "no_capacity", {"retry-after": "1", "retry-after-ms": "1000"}),
         (DeadlineExceeded("late"), 504, "deadline_exceeded", {}),
-        (NonfiniteOutput("nan", param="input[0]"), 500, "nonfinite_output", {"x-should-retry": "false"}),
+        (NonfiniteOutput("nan", sequence=0), 500, "nonfinite_output", {"x-should-retry": "false"}),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -817,7 +817,7 @@ async def test_an_input_that_the_worker_fails_on_is_named(
     label_server: Running, rerank_server: Running, server: Running
 ) -> None:
     for running in (label_server, rerank_server, server):
-        running.stub.error = NonfiniteOutput("The model made a NaN of it.", param="input[1]")
+        running.stub.error = NonfiniteOutput("The model made a NaN of it.", sequence=1)
     answer = await post(label_server, "/predict", {"inputs": [["w1"], ["w1"], ["w1", "w2"]]})
     assert answer.error["param"] == "inputs[2]"  # the second is the first once more
     answer = await post(rerank_server, "/rerank", {"query": "w1", "texts": ["w1", "w2"]})
