@@ -7,11 +7,7 @@ request for an upgrade is dropped or run as a request of its own; any number of 
 table is full; and a stopping server resets connections that a request is just travelling on. Each was seen with aiohttp
 3.14 and its C parser.
 
-`Server` and `Connection` subclass aiohttp's and use a few of its private fields (`_messages`, `_waiter`, `_close`,
-`_request_count`, `_request_in_progress`, `_keepalive_handle`, `_next_keepalive_close_time`, `_reading_paused`,
-`_max_msg_queue_size`, `_msg_queue_resume_size`): pyproject.toml holds aiohttp below the next minor version, and
-tests/gateway/test_http.py and test_raw_http.py say what must still hold when that bound is raised. Rejected: a proxy in
-front as a requirement; a server of our own.
+`Server` and `Connection` subclass aiohttp's; the private fields that they need are in aiohttp_internals.py.
 
 What stays as it is: where what follows a request in the same packet is no HTTP, the parser gives up both, and the one
 answer is the 400.
@@ -26,15 +22,14 @@ import sys
 import termios
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import cast
 
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
-from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD
-from aiohttp.web_protocol import ERROR, _ErrInfo
 
 from common.errors import (
     BadRequest,
@@ -45,6 +40,15 @@ from common.errors import (
     TargetTooLong,
     Unavailable,
     VersionNotSupported,
+)
+from gateway.edge.aiohttp_internals import (
+    OpenHandler,
+    QueuedError,
+    exceeded_bytes,
+    has_too_many_headers,
+    has_unknown_version,
+    make_request,
+    queued_error,
 )
 from gateway.error_responses import error_headers, render_error, request_id_of, server_timing
 
@@ -98,7 +102,13 @@ class Server(web.Server):
         on_refusal: Callable[[int], None],
         headers_for: Callable[[str | None], Mapping[str, str]],
     ) -> None:
-        super().__init__(handler, request_factory=self._make_http_request, handler_cancellation=True)
+        self._event_loop = asyncio.get_running_loop()
+        super().__init__(
+            handler,
+            request_factory=partial(make_request, loop=self._event_loop),
+            handler_cancellation=True,
+            loop=self._event_loop,
+        )
         self.limits = limits
         self.on_refusal = on_refusal
         self.headers_for = headers_for
@@ -106,8 +116,6 @@ class Server(web.Server):
         self._open: set[Connection] = set()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
-        # A protocol error has no request; aiohttp's stand-in is an HTTP/1.0 one.
-        self._error_message = ERROR._replace(version=HttpVersion11)
 
     @property
     def num_open(self) -> int:
@@ -119,7 +127,7 @@ class Server(web.Server):
         return len(self._open) >= self.limits.max_connections
 
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._loop)
+        return Connection(self, self._event_loop)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
@@ -155,20 +163,8 @@ class Server(web.Server):
         for connection in list(self._open):
             connection.abort()
 
-    def _make_http_request(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: web.RequestHandler,
-        writer: AbstractStreamWriter,
-        task: asyncio.Task[None],
-    ) -> web.BaseRequest:
-        if message is ERROR:
-            message = self._error_message
-        return web.BaseRequest(message, payload, protocol, writer, task, self._loop)
 
-
-class Connection(web.RequestHandler):
+class Connection(OpenHandler):
     """One client's connection."""
 
     __slots__ = (
@@ -186,18 +182,15 @@ class Connection(web.RequestHandler):
         limits = server.limits
         super().__init__(
             server,
-            loop=loop,
-            keepalive_timeout=limits.keepalive_timeout_s,
-            access_log=None,  # type: ignore[arg-type]  # how aiohttp is told to keep none
-            max_line_size=limits.max_target_bytes,
-            max_field_size=limits.max_header_line_bytes,
+            loop,
+            max_read_ahead=_MAX_READ_AHEAD,
+            keepalive_timeout_s=limits.keepalive_timeout_s,
+            max_line_bytes=limits.max_target_bytes,
+            max_field_bytes=limits.max_header_line_bytes,
             max_headers=limits.max_headers,
-            lingering_time=_LINGER_S,
-            read_bufsize=_BODY_BUFFER_BYTES,
-            auto_decompress=False,  # aiohttp makes an empty body of a gzip stream that was cut
+            lingering_time_s=_LINGER_S,
+            body_buffer_bytes=_BODY_BUFFER_BYTES,
         )
-        self._max_msg_queue_size = _MAX_READ_AHEAD
-        self._msg_queue_resume_size = 0
         self._server = server
         self._body: StreamReader = EMPTY_PAYLOAD  # of the request that came last
         self._partial_bytes = 0  # of a header that is not complete yet
@@ -223,14 +216,14 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        count = self._request_count
+        count = self.num_requests
         in_body = not self._body.is_eof()
         super().data_received(data)
-        num_new = self._request_count - count
+        num_new = self.num_requests - count
         if num_new:
             self._stop_header_timer()
             self._partial_bytes = 0
-            for index in range(len(self._messages) - num_new, len(self._messages)):
+            for index in range(len(self.queued) - num_new, len(self.queued)):
                 self._on_request(index)
         elif not in_body and (len(data) > _MAX_BLANK_BYTES or data.strip(b"\r\n")):
             self._on_partial_header(len(data))
@@ -242,7 +235,7 @@ class Connection(web.RequestHandler):
             super().resume_reading(resume_parser=False)
         elif not self._resume_due:
             self._resume_due = True
-            self._loop.call_soon(self._resume_parsing)
+            self.loop.call_soon(self._resume_parsing)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -252,7 +245,7 @@ class Connection(web.RequestHandler):
             return await super().finish_response(request, resp, start_time)
         # Whatever the kernel's buffers do not take waits for the client to read; a small answer too, behind others.
         self._stop_write_timer()
-        self._start_write_timer(transport, None, self._loop.time())
+        self._start_write_timer(transport, None, self.loop.time())
         result = await super().finish_response(request, resp, start_time)
         # What is left is less than aiohttp waits for; the transport, even closed, would hold it for ever.
         if not transport.get_write_buffer_size():
@@ -290,39 +283,35 @@ class Connection(web.RequestHandler):
             return
         grace_s = wait_s = self._server.limits.drain_grace_s
         if self._is_idle:
-            idle_since = self._next_keepalive_close_time - self._keepalive_timeout
-            wait_s = idle_since + grace_s - self._loop.time()
+            wait_s = self.idle_since_s + grace_s - self.loop.time()
             if wait_s <= 0:
                 self.force_close()
                 return
         # Looked at again even when busy: its answer may have begun before the gateway said close.
-        self._loop.call_later(wait_s, self.drain)
+        self.loop.call_later(wait_s, self.drain)
 
     def abort(self) -> None:
         if self.transport is not None:
             self.transport.abort()
 
-    def _process_keepalive(self) -> None:
-        if self._partial_bytes:
-            self._keepalive_handle = None  # a request is coming: its own timer counts, and its end sets this one again
-            return
-        super()._process_keepalive()
+    def is_request_coming(self) -> bool:
+        return bool(self._partial_bytes)  # the header's own timer counts then
 
     def _resume_parsing(self) -> None:
         self._resume_due = False
-        if self._reading_paused and self.transport is not None:
+        if self.is_reading_paused and self.transport is not None:
             super().resume_reading()
 
     def _start_write_timer(self, transport: asyncio.Transport, least_bytes: int | None, since_s: float) -> None:
         interval_s = self._server.limits.write_timeout_s / _WRITE_LOOKS
-        self._write_timer = self._loop.call_later(interval_s, self._look_at_writing, transport, least_bytes, since_s)
+        self._write_timer = self.loop.call_later(interval_s, self._look_at_writing, transport, least_bytes, since_s)
 
     def _look_at_writing(self, transport: asyncio.Transport, least_bytes: int | None, since_s: float) -> None:
         """Cut off a client that has read nothing since `since_s`, when `least_bytes` were still to be read."""
         self._write_timer = None
         if not transport.get_write_buffer_size():
             return
-        now_s, num_bytes = self._loop.time(), _unread_bytes(transport)
+        now_s, num_bytes = self.loop.time(), _unread_bytes(transport)
         if least_bytes is None or num_bytes < least_bytes:
             least_bytes, since_s = num_bytes, now_s
         elif now_s - since_s >= self._server.limits.write_timeout_s:
@@ -337,12 +326,12 @@ class Connection(web.RequestHandler):
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._request_in_progress or self._messages or self._partial_bytes) and self._body.is_eof()
+        return not (self.is_running or self.queued or self._partial_bytes) and self._body.is_eof()
 
     def _on_request(self, index: int) -> None:
         """Look at a message that aiohttp has queued and not yet handed out."""
-        message, body = self._messages[index]
-        if isinstance(message, _ErrInfo):
+        message, body = self.queued[index]
+        if isinstance(message, QueuedError):
             if not self._body.is_eof():
                 # aiohttp queues a body's error behind the very handler that waits for the body.
                 self._body.set_exception(web.RequestPayloadError("malformed"))
@@ -351,11 +340,11 @@ class Connection(web.RequestHandler):
         self._body = body
         error = self._fault_of(message)
         if error is not None:
-            self._messages[index] = (_ErrInfo(status=400, exc=_Refused(error, message.headers), message=""), body)
+            self.queued[index] = (queued_error(_Refused(error, message.headers)), body)
         elif message.upgrade:
             # Also CONNECT. No protocol is switched to here; but the parser has dropped what the packet holds behind the
             # request, and where the next one begins is unknown.
-            self._messages[index] = (message._replace(should_close=True), body)
+            self.queued[index] = (message._replace(should_close=True), body)
 
     def _fault_of(self, message: RawRequestMessage) -> ServiceError | None:
         """What is wrong with a header that the parser takes."""
@@ -385,7 +374,7 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def _close_with(self, error: ServiceError) -> None:
-        if self._waiter is None:
+        if not self.is_waiting:
             # Answers of earlier requests are still to be written; this one would get between them.
             self.close()
             return
@@ -407,13 +396,13 @@ class Connection(web.RequestHandler):
         self._server.on_refusal(error.status)
         self.transport.write(_raw_response(error, self._refusal_headers(error, {})))
         self._stop_reading()
-        self._loop.call_later(_LINGER_S, self.force_close)
+        self.loop.call_later(_LINGER_S, self.force_close)
 
     async def _linger(self) -> None:
         """Wait until the client has seen the end; it closes, and so cancels this, or the time is over."""
         if self.transport is not None:
             self._stop_reading()
-            await asyncio.wait([self._loop.create_future()], timeout=_LINGER_S)
+            await asyncio.wait([self.loop.create_future()], timeout=_LINGER_S)
 
     def _refusal_headers(self, error: ServiceError, given: Mapping[str, str]) -> dict[str, str]:
         """The header of an answer that is given without the handler, by the request's own, as far as that is known."""
@@ -428,12 +417,12 @@ class Connection(web.RequestHandler):
     def _stop_reading(self) -> None:
         """No more answers: the client reads an end; what it still sends is dropped."""
         assert self.transport is not None
-        self._close = True
+        self.take_no_more()
         self.transport.resume_reading()  # it may be paused, and the client's end would go unseen
         self.transport.write_eof()
 
     def _start_header_timer(self) -> None:
-        self._header_timer = self._loop.call_later(self._server.limits.header_timeout_s, self._on_header_timeout)
+        self._header_timer = self.loop.call_later(self._server.limits.header_timeout_s, self._on_header_timeout)
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -462,13 +451,13 @@ def _error_of(exc: BaseException | None, limits: HttpLimits) -> ServiceError:
         return exc.error
     if isinstance(exc, LineTooLong):
         # The parser has one exception for both; what it names is the limit, and ours differ.
-        if exc.args[1] == limits.max_target_bytes:
+        if exceeded_bytes(exc) == limits.max_target_bytes:
             return TargetTooLong(f"The request's target has more than {limits.max_target_bytes} bytes.")
         return HeaderTooLarge(f"A line of the header has more than {limits.max_header_line_bytes} bytes.")
     if isinstance(exc, HttpProcessingError):
-        if exc.message == "Too many headers received":
+        if has_too_many_headers(exc):
             return HeaderTooLarge(f"The header has more than {limits.max_headers} lines.")
-        if "Invalid HTTP version" in exc.message.partition(":\n\n")[0]:
+        if has_unknown_version(exc):
             return _version_not_supported()
         return _bad_request()
     return InternalError("This server failed; its log says why.")
