@@ -1,10 +1,9 @@
-"""What is asked of a model, whatever the dialect: the requests that dialects parse bodies into. No I/O.
+"""What can be asked of a model: the requests that every dialect parses its bodies into. No I/O.
 
     body → a dialect's `parse` → ParsedRequest(request, render) → the gateway runs it → ModelOutput → `render` → body
 
-There are four kinds of request for a worker: vectors of texts, of the chunks of documents, scores of pairs, and of the
-labels of texts and pairs. `app.py` runs each of them in one way. What the tokenizer alone can answer is a fifth, which
-leads no further than this process.
+There are four kinds of request for a worker: vectors of texts, vectors of the chunks of documents, scores of pairs, and
+scores of labels. A fifth kind, `LocalRequest`, is answered by the tokenizer in this process.
 """
 
 from __future__ import annotations
@@ -25,62 +24,62 @@ from gateway.formats import Logits, RowFormat
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What is to be embedded: either `texts` or `token_ids` is empty."""
+    """Texts or token ids to embed; one of the two lists is empty."""
 
     texts: list[str]  # without the prompt
     token_ids: list[list[object]]  # not yet checked against the vocabulary
-    name_of: NameOf  # from a place in the client's list to how errors call it
-    places: Sequence[int]  # in that list, of each that is here
-    failures: Mapping[int, InvalidRequest] = field(default_factory=dict)  # of those that are not, by place
-    list_name: str = "input"  # how errors call the list
+    name_of: NameOf  # the name of an input in errors, by its index in the client's list
+    places: Sequence[int]  # the index in the client's list of each input that is here
+    failures: Mapping[int, InvalidRequest] = field(default_factory=dict)  # why others are not here, by the same index
+    list_name: str = "input"  # the name of the list in errors
 
     def __len__(self) -> int:
         return len(self.places)
 
     def name(self, index: int) -> str:
-        """How errors call one of those that are here."""
+        """The name in errors of one of the inputs that are here."""
         return self.name_of(self.places[index])
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """A row of each text, or of each of its tokens; the same in each of `more_encodings`."""
+    """A row for each text, or for each of its tokens, in `encoding` and in each of `more_encodings`."""
 
     inputs: Inputs
     prompt: str  # goes before every text
     truncation: TruncationRule
     dimensions: int
     normalize: bool
-    encoding: str  # of common/wire/rows.py
+    encoding: str  # one of common/wire/rows.py
     lane: str | None  # None: the key's own, or `usual_lane`
-    partial: bool = False  # what cannot be embedded leaves the others alone
+    partial: bool = False  # an input that cannot be embedded does not fail the others
     by_token: bool = False
-    more_encodings: tuple[str, ...] = ()  # besides `encoding`, none of them float32
+    more_encodings: tuple[str, ...] = ()  # none of them is float32
 
     usual_lane: ClassVar[str] = "online"
 
 
 @dataclass(frozen=True, slots=True)
 class ContextualRequest:
-    """A row of each chunk of documents that are read as a whole."""
+    """A row for each chunk of each document. The model reads a document as a whole."""
 
     documents: list[list[str]]
     dimensions: int
     normalize: bool
     encoding: str
     lane: str | None  # None: the key's own, or `usual_lane`
-    max_tokens: int  # of all of them
+    max_tokens: int  # of all documents together
 
     usual_lane: ClassVar[str] = "online"
 
     def name_of(self, document: int) -> str:
-        """How errors call a document."""
+        """The name of a document in errors."""
         return f"input[{document}]"
 
 
 @dataclass(frozen=True, slots=True)
 class PairsRequest:
-    """A logit of each pair, or one for each label."""
+    """A logit for each pair of texts, or one for each label of each pair."""
 
     queries: list[str]  # one, or one for each document
     documents: list[str]
@@ -90,7 +89,7 @@ class PairsRequest:
     max_document_tokens: int | None
     lane: str | None  # None: the key's own, or `usual_lane`
 
-    # A row of one value, or of one for each label, in float32 and as the model makes it.
+    # A row has one value for each label, in float32.
     dimensions: int = 1
     normalize: ClassVar[bool] = False
     encoding: ClassVar[str] = "float32"
@@ -98,19 +97,19 @@ class PairsRequest:
     usual_lane: ClassVar[str] = "score"
 
     def name_of(self, pair: int) -> str:
-        """How errors call a pair: by its document, since the query is often everyone's."""
+        """The name of a pair in errors: its document's, since all pairs often share one query."""
         return self.names.document(pair)
 
 
 @dataclass(frozen=True, slots=True)
 class LabelsRequest:
-    """A logit for each label, of texts and of pairs of texts."""
+    """A logit for each label of each input, which is a text or a pair of texts."""
 
-    inputs: list[tuple[str, ...]]  # each one text or two
-    name_of: NameOf  # how errors call an input
+    inputs: list[tuple[str, ...]]  # each has one text or two
+    name_of: NameOf  # the name of an input in errors
     truncation: TruncationRule
     lane: str | None  # None: the key's own, or `usual_lane`
-    dimensions: int  # labels
+    dimensions: int  # the number of labels
     normalize: ClassVar[bool] = False
     encoding: ClassVar[str] = "float32"
 
@@ -122,50 +121,50 @@ Request = EmbeddingRequest | ContextualRequest | PairsRequest | LabelsRequest
 
 @dataclass(frozen=True, slots=True)
 class LocalRequest:
-    """What the gateway's own tokenizer answers, input by input."""
+    """A request that the gateway's own tokenizer answers, one input after the other."""
 
-    answer: Callable[[Tokenizer, int], bytes]  # as JSON, what stands for an input in the list that is the body
+    answer: Callable[[Tokenizer, int], bytes]  # the JSON for one input; the answer's body is the list of all
     sizes: list[int]  # of each input, in `unit`
-    unit: str  # for people
-    name: str  # how errors call all of them
-    lane: str | None  # runs in none, and yet its key may not name every one
+    unit: str  # as errors call it
+    name: str  # the name of all inputs in errors
+    lane: str | None  # it runs in none; it is only checked against what the key allows
 
     usual_lane: ClassVar[str] = "online"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What the model made of a request."""
+    """What the model returned for a request."""
 
-    rows: Rows  # [rows, dimensions]; of pairs, float32 logits [pairs, labels]
+    rows: Rows  # [rows, dimensions]; for scores, float32 logits [inputs, labels]
     facts: ModelFacts
-    num_tokens: int  # that were run
+    num_tokens: int  # that the model ran
     request_id: str
-    failures: Mapping[int, ServiceError] = field(default_factory=dict)  # of a partial request, by place
-    places: Sequence[int] | None = None  # in the client's list, of each text that has rows; None: all have
-    row_counts: Sequence[int] | None = None  # of each of these texts; None: one
-    more_rows: Mapping[str, Rows] = field(default_factory=dict)  # by encoding, of those that were asked for besides
+    failures: Mapping[int, ServiceError] = field(default_factory=dict)  # of a partial request, by index in its list
+    places: Sequence[int] | None = None  # the index in the client's list of each text that has rows; None: all have
+    row_counts: Sequence[int] | None = None  # rows of each of these texts; None: one each
+    more_rows: Mapping[str, Rows] = field(default_factory=dict)  # the rows in each of `more_encodings`
 
     @property
     def logits(self) -> Logits:
         """The rows of a request for scores."""
-        assert self.rows.dtype == np.float32, "scores are asked for in float32"
-        return self.rows  # type: ignore[return-value]  # of this type
+        assert self.rows.dtype == np.float32, "requests for scores have the encoding float32"
+        return self.rows  # type: ignore[return-value]  # the assertion has checked it
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """How rows are written as they are."""
+    """How rows are written as a bare matrix, without JSON."""
 
     row_format: RowFormat
-    name_of: NameOf  # how errors call the input of a row
+    name_of: NameOf  # the name in errors of the input that a row belongs to
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A body, read: what is to be run, and how its answer is written."""
+    """What a body asks for: the request to run, and how to write its answer."""
 
     request: Request
     render: Callable[[ModelOutput], bytes]
-    num_chars: int = 0  # of the client's own text in the answer: a long one is rendered on a thread
-    matrix: Matrix | None = None  # of rows that may be asked for as they are, without JSON
+    num_chars: int = 0  # of the client's own text in the answer: a long answer is rendered on a thread
+    matrix: Matrix | None = None  # set if the client may ask for the bare matrix

@@ -1,9 +1,9 @@
-"""From a body's fields to a request: which operation is meant, and the checks that dialects share. No I/O.
+"""From a body's fields to a request: choosing the operation, and the checks that dialects share. No I/O.
 
     fields → `read_fields` → the operation's body type (schema.py) → its dialect's `parse` → ParsedRequest
 
-msgspec's types cannot say everything: that a field holds texts or token ids, or what the served model can do. Those
-checks are here, so that every dialect refuses the same mistake with the same code, in the same words.
+msgspec's types cannot express every rule, such as "texts or token ids" or what the served model supports. Those checks
+are here, so that every dialect refuses the same mistake with the same code and the same words.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gateway.schema import Body, Fields, parse_fields, parse_object, wrong_type
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
-# What a text is for, in the words of Cohere's and Voyage's clients, and what checkpoints call the prompt for it, the
-# first of which that there is goes before the text.
+# What a text is for, in the words of Cohere's and Voyage's clients; and the names that checkpoints give the prompt for
+# it. The first prompt that the checkpoint has is put before the text.
 InputType = Literal["query", "document", "search_query", "search_document", "classification", "clustering"]
 _QUERY_PROMPTS = ("query", "search_query")
 _DOCUMENT_PROMPTS = ("document", "search_document", "passage", "corpus")
@@ -45,7 +45,7 @@ TRUNCATION: dict[Truncation, TruncationRule] = {
     "END": TruncationRule(allowed=True, direction="right"),
 }
 
-# Texts, and what `parse_inputs` takes, for /openapi.json: more than msgspec's types can say.
+# JSON schemas of texts and of what `parse_inputs` takes, for /openapi.json.
 TEXT_SCHEMA: dict[str, object] = {"type": "string", "minLength": 1}
 TEXTS_SCHEMA: dict[str, object] = {"type": "array", "items": TEXT_SCHEMA, "minItems": 1}
 _TOKEN_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -60,7 +60,7 @@ INPUT_SCHEMA = {
 TEXT_OR_TEXTS_SCHEMA = {"anyOf": INPUT_SCHEMA["anyOf"][:2]}
 IDS_OR_LISTS_SCHEMA = {"anyOf": INPUT_SCHEMA["anyOf"][2:]}
 
-# What a model that lacks a task does not do.
+# How an error describes a model that lacks a task.
 _LACKS = {
     "embed": "makes no embeddings",
     "score": "gives texts no scores",
@@ -75,7 +75,7 @@ _NUMBERS: tuple[Dtype, ...] = get_args(Dtype)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a deployment's configuration says of a body."""
+    """The limits on a body that are configured for a deployment."""
 
     max_inputs: int
     auto_truncate: bool
@@ -83,25 +83,25 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[B]):
-    """A route of a dialect.
+    """A route of a dialect: its body's type, its parser, and its words in /openapi.json.
 
-    Of several on one path the first is meant whose `marker` the body has and whose `task` the model does, else the
-    last. Without a marker any body will do, and unless it is `only_for_task` any model.
+    Several operations may share a path. The first whose `marker` is a field of the body is chosen, or else the last.
+    One without a marker matches any body. One that is `only_for_task` is skipped if the model lacks its task.
     """
 
     paths: tuple[str, ...]
-    dialect: str  # for people
+    dialect: str
     summary: str
     description: str
     body: type[B]
-    answer: Any  # the type of an answer: a Struct, or a list of some
-    parse: Callable[[B, ModelFacts, Limits], ParsedRequest | LocalRequest]  # of a body that `_check_body` has passed
-    task: str | None  # what the model must do; None: a tokenizer, which every model has
+    answer: Any  # the type of the answer: a Struct, or a list of them
+    parse: Callable[[B, ModelFacts, Limits], ParsedRequest | LocalRequest]  # its body has passed `_check_body`
+    task: str | None  # the task that the model must have; None: any model, since only its tokenizer runs
     marker: str | None = None
     only_for_task: bool = False
 
     def is_meant(self, fields: Fields, facts: ModelFacts) -> bool:
-        """Whether it is this one, among others on its path, that a body is for."""
+        """Whether a body, sent to a path with several operations, may be for this one."""
         does_task = not self.only_for_task or self.task in facts.tasks
         return does_task and (self.marker is None or self.marker in fields)
 
@@ -109,7 +109,7 @@ class Operation(Generic[B]):
 def read_request(
     body: bytes, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits
 ) -> ParsedRequest | LocalRequest:
-    """What a body asks for on a path of these operations.
+    """Parse the body of a request to a path with these operations.
 
     Raises:
         InvalidRequest: with the code and `param` of the first thing that is wrong.
@@ -121,7 +121,7 @@ def read_request(
 def read_fields(
     fields: Fields, operations: Sequence[Operation[Any]], facts: ModelFacts, limits: Limits
 ) -> ParsedRequest | LocalRequest:
-    """The same of a body that is parsed."""
+    """As `read_request`, for a body whose JSON is parsed."""
     operation = next((found for found in operations[:-1] if found.is_meant(fields, facts)), operations[-1])
     body = parse_fields(fields, operation.body)
     _check_body(body, facts, operation.task)
@@ -131,7 +131,7 @@ def read_fields(
 def is_served(model: str, name: str) -> bool:
     """Whether a client that asks for `model` means the model served as `name`.
 
-    The organisation before the slash may be left out or added: clients carry hub ids about.
+    The organisation before the slash may be missing or extra, since clients send hub ids.
     """
     if model == name:
         return True
@@ -145,26 +145,26 @@ def model_not_found(param: str | None = None) -> NotFound:
 
 
 def check_one_score(facts: ModelFacts) -> None:
-    """Raises InvalidRequest (wrong_task) for a model that gives a pair several scores, or none."""
+    """Raises InvalidRequest (wrong_task) unless the model gives a pair exactly one score."""
     if facts.num_labels != 1:
         raise wrong_task(f"gives a pair {facts.num_labels} scores, one a label; this route is for models that give one")
 
 
 def check_texts(texts: list[object], name: str, purpose: str = "embed") -> list[str]:
-    """The list, every member of it a string that is not empty; `purpose` is what an empty one is no use for.
+    """The list, if each member is a string that is not empty. `purpose` is a verb for the error about an empty one.
 
     Raises:
-        InvalidRequest: invalid_type or empty_input, naming the first bad one.
+        InvalidRequest: invalid_type or empty_input; it names the first wrong member.
     """
     if set(map(type, texts)) == {str} and "" not in texts:
-        return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
+        return texts  # type: ignore[return-value]  # checked in a way that mypy cannot follow
     for index, text in enumerate(texts):
         check_text(text, f"{name}[{index}]", purpose)
     raise AssertionError("no text is wrong: this is a bug")
 
 
 def check_text(text: object, name: str, purpose: str = "embed") -> str:
-    """The text. Raises InvalidRequest: invalid_type or empty_input where it is no string, or an empty one."""
+    """The text, if it is a string that is not empty. Raises InvalidRequest: invalid_type or empty_input."""
     if type(text) is not str:
         raise wrong_type(name, "a string")
     if not text:
@@ -175,9 +175,10 @@ def check_text(text: object, name: str, purpose: str = "embed") -> str:
 def check_list(
     value: object, name: str, wanted: str, maximum: int | None = None, purpose: str = "embed", noun: str = "inputs"
 ) -> list[Any]:
-    """The value of the field `name`: a list that is not empty and has at most `maximum` members, which are `noun`.
+    """The value of the field `name`, if it is a list that is not empty and has at most `maximum` members.
 
-    `wanted` is what the field takes, and `purpose` what an empty list is no use for.
+    The other arguments are words for the error: `wanted` describes what the field takes, `purpose` is a verb, and
+    `noun` is what the members are.
 
     Raises:
         InvalidRequest: invalid_type, empty_input or too_many_inputs.
@@ -192,11 +193,11 @@ def check_list(
 
 
 def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = False) -> Inputs:
-    """A string, strings, token ids, or lists of token ids, in a field of this name.
+    """Parse a field that holds a string, a list of strings, a list of token ids, or a list of such lists.
 
     Raises:
-        InvalidRequest: invalid_type, empty_input or too_many_inputs; for an input of a `partial` request only where
-            none is right.
+        InvalidRequest: invalid_type, empty_input or too_many_inputs. A wrong input of a `partial` request is listed in
+            `Inputs.failures` instead, unless all inputs are wrong.
     """
 
     def name_of(index: int) -> str:
@@ -212,7 +213,7 @@ def parse_inputs(value: object, name: str, max_inputs: int, *, partial: bool = F
     if isinstance(first, int | float):
         return Inputs([], [values], lambda _: name, range(1), list_name=name)
     check_list(values, name, wanted, max_inputs)
-    # Of a partial request the first that is any of these tells what all of them are; the others are wrong.
+    # The first text or list decides what all inputs must be; in a partial request it need not be the first input.
     places = (place for place, one in enumerate(values) if type(one) in (str, list))
     sample = next(places, 0) if partial else 0
     if type(values[sample]) is list:
@@ -243,14 +244,14 @@ def parse_prompt(
     input_type: InputType | None = None,
     direction_name: str = "truncation_direction",
 ) -> str:
-    """What goes before every text: a client's own words, or a prompt of the checkpoint, by default its own.
+    """The prompt that is put before every text: the client's own, or one of the checkpoint's.
 
-    A prompt is named, or it is what the checkpoint has for texts of this `input_type`: for many types, nothing.
-    `direction_name` is the field that says which end of a text is cut.
+    A client names a prompt of the checkpoint, or an `input_type`, for which the checkpoint may have none. Without
+    either, the checkpoint's default prompt is used. `direction_name` is the field that says which end of a text is cut.
 
     Raises:
-        InvalidRequest: two of them are given, or one with token ids; there is no prompt of that name; a prompt that is
-            not part of the vector would be cut away.
+        InvalidRequest: more than one of the three is sent, or one with token ids; the checkpoint has no prompt of that
+            name; truncation would cut away a prompt that is not part of the vector.
     """
     fields = {"prompt": prompt, "prompt_name": prompt_name, "input_type": input_type}
     given = [name for name, value in fields.items() if value is not None]
@@ -273,13 +274,13 @@ def parse_prompt(
 
 
 def check_cut(truncation: TruncationRule, facts: ModelFacts, name: str) -> None:
-    """Raises InvalidRequest (unsupported_parameter), naming the field that says it, where pairs cannot be cut so."""
+    """Raises InvalidRequest (unsupported_parameter), naming a field, if the model's pairs cannot be cut that way."""
     if truncation.allowed and truncation.direction == "left" and facts.pair_template != OWN_PAIRS:
         raise unsupported(name, "in this model's template a document is cut at its end only")
 
 
 def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> EncodingFormat:
-    """The format; `float` unless named. Raises InvalidRequest (unsupported_parameter) where the model lacks it."""
+    """The format, by default `float`. Raises InvalidRequest (unsupported_parameter) if the model does not make it."""
     if value is None:
         return "float"
     _check_made(value, _OF_OPENAI, facts, "encoding_format")
@@ -287,16 +288,16 @@ def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> En
 
 
 def check_dtype(value: Dtype, facts: ModelFacts, name: str) -> Dtype:
-    """The type, asked for in a field of this name. Raises as `check_encoding_format` does."""
+    """The type, which the field `name` asks for. Raises as `check_encoding_format` does."""
     _check_made(value, _NUMBERS, facts, name)
     return value
 
 
 def check_dimensions(value: int | None, facts: ModelFacts, encoding: str, name: str = "dimensions") -> int:
-    """How many, all of them unless a number was named.
+    """The number of dimensions, by default all of the model's.
 
     Raises:
-        InvalidRequest: out_of_range; invalid_value where bits would not fill their bytes.
+        InvalidRequest: out_of_range; invalid_value if the dimensions are bits and do not fill whole bytes.
     """
     dimensions = facts.dimensions if value is None else value
     _check_at_most(name, dimensions, facts.dimensions)
@@ -306,10 +307,10 @@ def check_dimensions(value: int | None, facts: ModelFacts, encoding: str, name: 
 
 
 def check_normalize(value: bool | None, facts: ModelFacts, encoding: str) -> bool:
-    """As the checkpoint declares it, unless a client says.
+    """Whether vectors are normalised, by default as the checkpoint declares.
 
     Raises:
-        InvalidRequest: unsupported_parameter where a quantised vector is to be normalised.
+        InvalidRequest: unsupported_parameter if a quantised vector is to be normalised.
     """
     if encoding == "float32":
         return facts.normalize if value is None else value
@@ -339,11 +340,11 @@ def wrong_task(reason: str) -> InvalidRequest:
 
 
 def _check_body(body: Body, facts: ModelFacts, task: str | None) -> None:
-    """Pass where the model that is served is the one that is meant and does what is asked of it; any does no task.
+    """Check that the body names the served model, that the model has the task, and that no stream is asked for.
 
     Raises:
         NotFound: model_not_found.
-        InvalidRequest: missing_field; wrong_task, see ModelFacts.tasks; unsupported_parameter of a stream.
+        InvalidRequest: missing_field, wrong_task (see ModelFacts.tasks) or unsupported_parameter.
     """
     model = body.model
     if isinstance(model, str):
@@ -360,7 +361,7 @@ def _check_body(body: Body, facts: ModelFacts, task: str | None) -> None:
 
 
 def _check_at_most(name: str, value: int, maximum: int) -> None:
-    """Raises InvalidRequest (out_of_range) for a value above what the model allows."""
+    """Raises InvalidRequest (out_of_range) for a value above the maximum."""
     if value > maximum:
         raise InvalidRequest(f"{name} must be from 1 to {maximum}.", param=name, code="out_of_range")
 
@@ -374,7 +375,7 @@ def _check_ids(value: object, name: str, sample_name: str) -> list[object]:
 def _good_ones(
     values: list[object], name_of: NameOf, check: Callable[[object, str], T]
 ) -> tuple[list[T], list[int], dict[int, InvalidRequest]]:
-    """What passes the check, its places, and what is wrong with the others. Raises the first error if none passes."""
+    """The values that pass the check, their indexes, and the errors of the others. If none passes, raises the first."""
     good: list[T] = []
     places: list[int] = []
     failures: dict[int, InvalidRequest] = {}
@@ -382,7 +383,7 @@ def _good_ones(
         try:
             good.append(check(value, name_of(place)))
         except InvalidRequest as error:
-            failures[place] = error.with_traceback(None)  # whose frames hold this dict, and so the body
+            failures[place] = error.with_traceback(None)  # its frames would keep this dict and the body alive
         else:
             places.append(place)
     if not good:

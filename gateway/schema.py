@@ -1,12 +1,11 @@
 """How a body's type is declared, and from a body's bytes to that type. No I/O.
 
-A dialect declares its body as a msgspec Struct: the same fields, types and bounds check what comes in and make
-/openapi.json. What msgspec finds wrong is told in our own codes: a client's handler wants the field, the place in the
-list and the limit, and nobody's text may stand in an error. What msgspec's types cannot say is checked in parsing.py.
+A dialect declares its body as a msgspec Struct. The same fields, types and bounds check requests and make
+/openapi.json. msgspec's errors are translated into our own codes: a client needs the field, the place in the list and
+the limit, and an error must never quote the client's text. parsing.py checks what msgspec's types cannot express.
 
-The JSON itself is read by orjson, whose word on what is JSON has held so far (msgspec takes 1e999); the second pass
-costs a quarter of a microsecond. A field that is null counts as absent, unless a dialect says otherwise. Of a key that
-comes twice the last one wins.
+orjson parses the JSON, because msgspec accepts 1e999; the second pass over the body costs 0.25 µs. A field that is null
+counts as absent, unless a dialect says otherwise. If a key comes twice, the last one wins.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from common.errors import InvalidRequest
 
 Fields = dict[str, object]
 
-# A JSON parser gives a number above 64 bits as a float.
+# The JSON parser returns an integer of more than 64 bits as a float.
 _BEYOND_INTEGERS = 2.0**63
 
 _MAX_NAME_CHARS = 64
 
-# msgspec's names of what was expected, for people.
+# What an error calls each of msgspec's types.
 _WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -38,16 +37,17 @@ _WORDS = {
     "object": "an object",
 }
 
-# msgspec's messages. A place is made of our names, `[3]` and, in a mapping, `[...]`; what a client sent comes before.
+# msgspec's messages. A place consists of our field names, `[3]` and, in a mapping, `[...]`. It comes last; whatever
+# the message quotes from the client comes before it.
 _PLACE = r" - at `\$\.([\w.\[\]]+)`"
 _EXPECTED = re.compile(r"Expected `([\w |]+)`( [^`]+)?(?:, got `\w+`)?" + _PLACE)
 _MISSING = re.compile(rf"Object missing required field `(\w+)`(?:{_PLACE})?")
 _BAD_CHOICE = re.compile(r"Invalid enum value .*" + _PLACE, re.DOTALL)
 _UNKNOWN_INSIDE = re.compile(r"Object contains unknown field `(.*)`" + _PLACE, re.DOTALL)
 _OTHER = re.compile(r".*" + _PLACE, re.DOTALL)
-_STEP = re.compile(r"([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")  # of a place
+_STEP = re.compile(r"([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")  # one step of a place
 
-# The code of what is said after the type that was expected; a length is no number that was sent.
+# The error code by the first word after the expected type: "of length" and "matching regex". All else is a bound.
 _CODES = {"of": "invalid_type", "matching": "invalid_value"}
 
 _WHOLE_NUMBER = re.compile(r"-?\d+(?![\d.eE])")
@@ -85,11 +85,11 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 
 def parse_object(body: bytes) -> Fields:
-    """The JSON object of a body.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        InvalidRequest: invalid_json, json_too_deep, invalid_unicode, out_of_range (a whole number that no float holds),
-            or invalid_type where it is not an object.
+        InvalidRequest: invalid_json, json_too_deep, invalid_unicode, out_of_range (a whole number too large for a
+            float), or invalid_type if it is not an object.
     """
     try:
         value = orjson.loads(body)
@@ -101,11 +101,11 @@ def parse_object(body: bytes) -> Fields:
 
 
 def parse_fields(fields: Fields, body: type[B]) -> B:
-    """The fields of an object as the Struct that declares them.
+    """Convert the fields of an object to the Struct that declares them.
 
     Raises:
-        InvalidRequest: unknown_field (a silently ignored `dimension` is a wrong vector), invalid_type, invalid_value or
-            out_of_range, naming the first field that is wrong.
+        InvalidRequest: unknown_field (ignoring a misspelt `dimension` would return a wrong vector), invalid_type,
+            invalid_value or out_of_range; it names the first wrong field.
     """
     known = body.__struct_encode_fields__
     for name in fields:
@@ -122,7 +122,8 @@ def wrong_type(name: str, wanted: str) -> InvalidRequest:
 
 
 def _unknown_field(name: str, within: str = "") -> InvalidRequest:
-    """A field of the object at the place `within`, "" for the body itself. A name that nobody meant is not shown."""
+    """The error for an unknown field of the object at `within` ("" is the body). A name is shown only if it is short
+    and printable."""
     if name.isprintable() and 0 < len(name) <= _MAX_NAME_CHARS:
         place = f"{within}.{name}" if within else name
         message = f"There is no field {place}. Check its spelling."
@@ -135,9 +136,9 @@ def _unknown_field(name: str, within: str = "") -> InvalidRequest:
 
 
 def _mismatch(message: str, fields: Fields, body: type[msgspec.Struct]) -> InvalidRequest:
-    """msgspec's message in our codes. It may quote the client, so that nothing of it but types and bounds is passed on.
+    """Translate msgspec's message into our codes. It may quote the client, so only types and bounds are passed on.
 
-    Its words are those of the msgspec that pyproject.toml asks for; tests/gateway/test_schema.py has each of them.
+    tests/gateway/test_canaries.py fails when a release of msgspec changes these messages.
     """
     if found := _MISSING.fullmatch(message):
         name = f"{found[2]}.{found[1]}" if found[2] else found[1]
@@ -168,7 +169,7 @@ def _words(types: str) -> str:
 
 
 def _value_at(fields: Fields, place: str) -> object:
-    """What a client sent there; None in a mapping, whose keys a place does not name."""
+    """The value that the client sent at a place; None inside a mapping, since a place does not name its keys."""
     value: Any = fields
     for name, index in _STEP.findall(place):
         if index == "...":
@@ -178,7 +179,7 @@ def _value_at(fields: Fields, place: str) -> object:
 
 
 def _choices(body: type[msgspec.Struct], place: str) -> list[str]:
-    """The values that a field allows, in order."""
+    """The values that a field allows, sorted."""
     annotation: Any = body
     for name, _ in _STEP.findall(place):
         if name:
@@ -189,13 +190,13 @@ def _choices(body: type[msgspec.Struct], place: str) -> list[str]:
 
 
 def _leaves(annotation: object) -> list[object]:
-    """The types and values that a type is made of: of `list[Item] | Literal["a"] | None` Item, "a" and None's type."""
+    """The types and values inside a type: Item, "a" and NoneType for `list[Item] | Literal["a"] | None`."""
     arguments = get_args(annotation)
     return [leaf for argument in arguments for leaf in _leaves(argument)] if arguments else [annotation]
 
 
 def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:
-    """The parser's message in our codes. It never quotes the body; the position it names is of use."""
+    """Translate orjson's message into our codes. It never quotes the body, and its position helps the client."""
     if "surrogate in string" in error.msg:
         return InvalidRequest(
             f"The body holds half of a surrogate pair at character {error.pos}: send whole characters.",
@@ -204,6 +205,6 @@ def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:
     if "depth limit" in error.msg:
         return InvalidRequest("The body is nested too deep.", code="json_too_deep")
     if "infinity" in error.msg and _WHOLE_NUMBER.match(error.doc, error.pos):
-        # JSON's grammar bounds no number; one with a fraction or an exponent that no float holds is another matter.
+        # JSON itself has no largest integer, so this is valid JSON out of range; 1e999 is reported as invalid JSON.
         return InvalidRequest(f"The whole number at character {error.pos} is too large.", code="out_of_range")
     return InvalidRequest(f"The body is not JSON in UTF-8: {error.msg} (character {error.pos}).", code="invalid_json")
