@@ -1,11 +1,11 @@
 """The private names of aiohttp that the gateway depends on, each of them used in this file alone.
 
-`http.py` needs to know what aiohttp's connection handler does not tell: what its parser has queued, whether a request
-runs, since when the connection is idle. `OpenHandler` gives each private field that says so a public name.
+`http.py` needs facts that aiohttp's connection handler keeps private: which requests are queued, whether one runs, and
+since when the connection is idle. `OpenHandler` gives each of those private fields a public name.
 
 pyproject.toml keeps aiohttp below the next minor version. tests/gateway/test_canaries.py has a test for each name and
-each message text here, which fails when a release changes it: run it, test_http.py and test_raw_http.py before you
-raise that bound. Rejected: a server of our own; a proxy in front of the gateway as a requirement.
+each error text used here, and fails when a release changes one. Before you raise the bound, run it with test_http.py
+and test_raw_http.py. Rejected: a server of our own; requiring a proxy in front of the gateway.
 """
 
 from __future__ import annotations
