@@ -1,7 +1,7 @@
-"""/openapi.json, made of the same types that read bodies and write answers. No I/O.
+"""/openapi.json, made from the types that parse bodies and write answers. No I/O.
 
-Nothing in it is written twice: paths and words are those of `routes`, fields and bounds those of the Structs. What an
-error may be is the same on every route (`common/errors.py`).
+Nothing in it is written twice: paths and descriptions come from `routes`, fields and bounds from the Structs. The
+possible errors are the same on every route (`common/errors.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Schemas = Mapping[Any, Mapping[str, object]]
 
 _REF_TEMPLATE = "#/components/schemas/{name}"
 
-# Statuses of a route that runs a model, and what a client should know of each.
+# The error statuses of a route that runs a model, and what each means.
 _FAILURES = {
     400: "The body is not what the route takes; `param` says where, `message` what to change.",
     401: "A key is needed, or is not one of this server's.",
@@ -48,7 +48,7 @@ _MODEL = {
     "schema": {"type": "string"},
 }
 
-# What the header of a request may say.
+# The headers of a request.
 _PARAMETERS = [
     {
         "name": "X-Request-Timeout-Ms",
@@ -67,8 +67,7 @@ _PARAMETERS = [
     _MODEL,
 ]
 
-# What a GET is answered with: the path, its summary, the type of its answer, or the name of a kind of text, and its
-# other statuses.
+# The GET routes: path, summary, the type of the answer or its media type, and other statuses.
 _QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
     ("/health", "Whether the gateway lives", Health, ()),
     ("/ready", "Whether a worker of each model can serve; 503 with the reason where none can", Ready, (404,)),
@@ -85,7 +84,7 @@ _QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
 def document(version: str) -> bytes:
     """The OpenAPI 3.1 document of this version of the server, as JSON."""
     types = _types()
-    # All at once: it takes milliseconds, and each gateway does it when it starts.
+    # One call for all types: it takes milliseconds, and every gateway makes it when it starts.
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, object]] = {}
@@ -116,7 +115,7 @@ def document(version: str) -> bytes:
 
 
 def _types() -> list[Any]:
-    """Every type that the document names."""
+    """All types in the document."""
     types: list[Any] = [ErrorBody, FollowedRequest]
     types += [answer for _, _, answer, _ in _QUESTIONS if not isinstance(answer, str)]
     for operations in operations_by_path().values():
@@ -160,7 +159,7 @@ def _operation(path: str, operations: Sequence[Operation[Any]], schema_of: _Sche
 
 
 def _headers(schema_of: _Schemas) -> dict[str, object]:
-    """What the header of an answer says of the request's way."""
+    """The headers of an answer that tell where the time went."""
     return {
         "Server-Timing": {
             "description": "How many milliseconds each stage took: parse, tokenize, queue, step, render, total; of a "

@@ -1,11 +1,11 @@
-"""`POST /v2/embed` and `/v1/embed` as Cohere's clients speak them: body → request, vectors by type → body. No sockets.
+"""`POST /v2/embed` and `/v1/embed`, as Cohere's clients send them: body → request, vectors by type → body. No sockets.
 
-A body may ask for its vectors in several types at once. Each encoding of the worker's is a run of its own: what a model
-quantises is its unnormalised row, and neither that nor its bits can be had exactly from the normalised float32. Types
-of one encoding (`float` and `base64`, `int8` and `uint8`, `binary` and `ubinary`) share a run. Cohere's own
-quantisation belongs to Cohere's models; here a type other than float32 is what the checkpoint declares, or is refused.
+A body may ask for its vectors in several types at once. Each of the worker's encodings is a run of its own: a model
+quantises the vector before normalisation, which cannot be recovered exactly from the normalised float32. Types of one
+encoding (`float` and `base64`, `int8` and `uint8`, `binary` and `ubinary`) share a run. Cohere's quantisation is
+specific to its own models; here a type other than float32 needs a checkpoint that declares it, or is refused.
 
-What is too long is cut at its end unless `truncate` says otherwise, as at Cohere's. There is no limit of 96 texts.
+A text that is too long is cut at its end unless `truncate` says otherwise, as by Cohere. There is no limit of 96 texts.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ class EmbeddedV1(msgspec.Struct):
 
 
 def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer.
+    """Make the request that a body asks for, with every check that needs no tokenizer.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
     types: list[EmbeddingType] = ["float"]
     if body.embedding_types is not None:
@@ -147,7 +147,7 @@ def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -
     for one in types:
         if one != "base64":
             check_dtype(one, facts, "embedding_types")
-    # float32 comes first, where it is there: it alone may be normalised.
+    # float32 comes first, since only it may be normalised.
     encodings = sorted({ENCODINGS[one] for one in types}, key=["float32", "int8", "binary"].index)
     inputs = _parse_inputs(body, limits.max_inputs)
     truncation = replace(TRUNCATION[_word(body.truncate)], max_tokens=body.max_tokens)
@@ -157,7 +157,7 @@ def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -
             None, None, truncation, inputs, facts, input_type=body.input_type, direction_name="truncate"
         ),
         truncation=truncation,
-        # The last one is bits, where they are there.
+        # Bits come last, and have the strictest rule.
         dimensions=check_dimensions(body.output_dimension, facts, encodings[-1], "output_dimension"),
         normalize=check_normalize(None, facts, encodings[0]),
         encoding=encodings[0],
@@ -189,12 +189,12 @@ def render(
     version: str,
     bare: bool,
 ) -> bytes:
-    """The answer's body: of each type a list of vectors, or where it is `bare`, the only list alone.
+    """Write the answer's body: a list of vectors for each type, or, if `bare`, only one list without its type.
 
-    `encoding` is that of the output's first rows.
+    `encoding` is the encoding of `output.rows`.
 
     Raises:
-        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
+        NonfiniteOutput: a NaN or an infinity, which would become a null with status 200 in JSON.
     """
     check_finite(output.rows, name_of)
     rows = {encoding: output.rows, **output.more_rows}
@@ -221,7 +221,7 @@ def render(
 
 
 def _parse_inputs(body: EmbedBody, max_inputs: int) -> Inputs:
-    """The texts, from wherever they are."""
+    """The texts, from `texts` or from `inputs`."""
     if body.images is not None:
         raise unsupported("images", "this server embeds text")
     given = {name: value for name in ("texts", "inputs") if (value := getattr(body, name)) is not None}
@@ -244,7 +244,7 @@ def _parse_inputs(body: EmbedBody, max_inputs: int) -> Inputs:
 
 
 def _text_of(value: object, name: str) -> str:
-    """The text of one of `inputs`, which is all that it holds."""
+    """The text of one member of `inputs`, which must hold nothing else."""
     if type(value) is not dict or value.keys() != {"content"} or type(value["content"]) is not list:
         raise wrong_type(name, "an object whose only field is content, a list")
     content = value["content"]
@@ -262,7 +262,7 @@ def _text_of(value: object, name: str) -> str:
 
 
 def _word(truncate: Truncation | bool | None) -> Truncation:
-    """Cohere's word for what is to be done; true and false are taken for END and NONE, as on the other routes."""
+    """Cohere's word for truncation. True and false mean END and NONE, as on the other routes."""
     if truncate is None or truncate is True:
         return "END"
     return truncate or "NONE"

@@ -1,8 +1,8 @@
-"""`POST /v1/contextualizedembeddings` as Perplexity's client speaks it: chunks → a vector of each. No sockets.
+"""`POST /v1/contextualizedembeddings`, as Perplexity's client sends it: chunks → a vector of each. No sockets.
 
 The chunks of a document are read together, and each gets its own vector (see common/text/chunks.py). A document is
-never cut, so that `truncate: true` is refused. `normalize`, `truncate`, `lane` and `user` are as on `/v1/embeddings`,
-and so are formats: `float` is the default here, too.
+never cut, so `truncate: true` is refused. `normalize`, `lane`, `user` and the formats are as on `/v1/embeddings`; the
+default format is `float` here, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gateway.schema import Body
 
 PATH = "/v1/contextualizedembeddings"
 
-# Of one request, as Perplexity's own server has them.
+# Limits of one request, the same as those of Perplexity's server.
 MAX_TOKENS = 120_000
 MAX_DOCUMENTS = 512
 MAX_CHUNKS = 16_000
@@ -83,10 +83,10 @@ class ContextualEmbeddings(msgspec.Struct):
 
 
 def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer.
+    """Make the request that a body asks for, with every check that needs no tokenizer.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
     if facts.separator_id is None:
         raise wrong_task("has no token that stands between the chunks of a document; use /v1/embeddings")
@@ -107,10 +107,10 @@ def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> ParsedRequ
 
 
 def render(output: ModelOutput, *, documents: list[list[str]], encoding_format: EncodingFormat) -> bytes:
-    """The answer's body: a list a document, in it a vector a chunk.
+    """Write the answer's body: a list for each document, with a vector for each chunk.
 
     Raises:
-        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
+        NonfiniteOutput: a NaN or an infinity, which would become a null with status 200 in JSON.
     """
     starts = cu_seqlens(np.fromiter(map(len, documents), dtype=np.int32, count=len(documents)))
 

@@ -1,11 +1,10 @@
-"""`POST /v1/embeddings` as clients of OpenAI, Perplexity and Voyage speak it: body → request, vectors → body. No I/O.
+"""`POST /v1/embeddings`, as clients of OpenAI, Perplexity and Voyage send it: body → request, vectors → body. No I/O.
 
-Fields that mean something are checked; those that OpenAI, LangChain, LlamaIndex, LiteLLM or vLLM clients send along and
-that cannot change a vector are accepted unread. Anything else is refused: it may be a misspelt field, and a vector made
-without it would be wrong.
+Fields that change a vector are checked. Fields that clients of OpenAI, LangChain, LlamaIndex, LiteLLM or vLLM send, and
+that cannot change a vector, are accepted and ignored. Every other field is refused, since it may be a misspelt one.
 
-`partial` is ours: of a list in which some inputs cannot be embedded the others are, and each of those is listed under
-`errors` with its index and its reason.
+`partial` is ours: inputs that cannot be embedded do not fail the others. They are listed under `errors`, each with its
+index and its reason.
 """
 
 from __future__ import annotations
@@ -106,10 +105,10 @@ class Embeddings(msgspec.Struct):
 
 
 def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer.
+    """Make the request that a body asks for, with every check that needs no tokenizer.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
     row_format = _row_format(body, facts)
     encoding = ENCODINGS[row_format]
@@ -137,10 +136,10 @@ def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> ParsedRequ
 
 
 def render(output: ModelOutput, *, name_of: NameOf, row_format: RowFormat) -> bytes:
-    """The answer's body for rows of the format's encoding.
+    """Write the answer's body for rows of the format's encoding.
 
     Raises:
-        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
+        NonfiniteOutput: a NaN or an infinity, which would become a null with status 200 in JSON.
     """
     rows = output.rows
     places = range(len(rows)) if output.places is None else output.places
@@ -157,7 +156,7 @@ def render(output: ModelOutput, *, name_of: NameOf, row_format: RowFormat) -> by
 
 
 def _row_format(body: EmbeddingsBody, facts: ModelFacts) -> RowFormat:
-    """OpenAI's and Perplexity's clients name one of several formats, Voyage's a type and whether it is in base64."""
+    """The format. OpenAI's and Perplexity's clients name one; Voyage's name a type, and whether it is in base64."""
     if body.output_dtype is None:
         return check_encoding_format(body.encoding_format, facts)
     dtype = check_dtype(body.output_dtype, facts, "output_dtype")
@@ -172,7 +171,7 @@ def _row_format(body: EmbeddingsBody, facts: ModelFacts) -> RowFormat:
 
 
 def _either(body: EmbeddingsBody, name: str, other: str) -> Any:  # noqa: ANN401  # a field's value
-    """The value of whichever of two fields that mean the same was sent."""
+    """The value of one of two fields that mean the same."""
     value, also = getattr(body, name), getattr(body, other)
     if value is not None and also is not None:
         raise InvalidRequest(f"{name} and {other} are the same: send one of them.", param=other)

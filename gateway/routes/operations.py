@@ -1,4 +1,4 @@
-"""What operators and client libraries ask about the server itself: readiness, models, facts. No sockets."""
+"""Routes about the server itself, for operators and client libraries: readiness, models, facts. No sockets."""
 
 from __future__ import annotations
 
@@ -169,12 +169,12 @@ class Info(msgspec.Struct):
 
 
 def health() -> Health:
-    """The gateway's process lives and its loop turns. Nothing else is asked, so nothing else can make this slow."""
+    """The process lives and its event loop runs. Nothing else is checked, so nothing else can slow this down."""
     return Health()
 
 
 def ready(readiness: Readiness, model: str | None, each: Mapping[str, Readiness] | None = None) -> Ready:
-    """`each`: of several models."""
+    """`each` has the readiness of each model if there are several."""
     return Ready(
         status=readiness.status,
         workers=Workers(readiness.workers_ready, readiness.workers_total),
@@ -202,9 +202,9 @@ def model(name: str, names: Sequence[str], created_s: int) -> ModelCard:
 
 
 class ServerFacts:
-    """What /info says beside the model; it stays as it is while the gateway lives.
+    """The facts in /info that do not depend on the model, and do not change while the gateway lives.
 
-    Gathered once: a package's version is read from its files.
+    They are gathered once, because a package's version is read from its files.
     """
 
     def __init__(self, config: GatewayConfig, http: HttpLimits, body: BodyLimits) -> None:
@@ -242,11 +242,11 @@ class ServerFacts:
 
     @property
     def version(self) -> str:
-        """This server's own; a copy that was never installed has none that it knows of."""
+        """This server's version; "unknown" if it runs from a folder that was never installed."""
         return str(self._versions["hedgerow"] or "unknown")
 
     def info(self, facts: ModelFacts | None, each: Mapping[str, ModelFacts | None] | None = None) -> Info:
-        """The model, what runs it, and the limits; `each`: of several models."""
+        """The model, the server's versions and its limits. `each` has the facts of each model if there are several."""
         config, limits = self._config, self._limits
         if facts is not None:
             limits = limits | {

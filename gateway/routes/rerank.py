@@ -1,11 +1,12 @@
-"""Scores of pairs of texts: `/rerank` as clients of Cohere, Jina and Voyage speak it, `/score` as vLLM's. No sockets.
+"""Scores of pairs of texts: `/rerank` as clients of Cohere, Jina and Voyage send it, `/score` as vLLM's. No sockets.
 
-What the model makes of a pair is a logit. `relevance_score` is what the checkpoint's own activation (mostly the
-sigmoid) makes of it, or with `raw_scores` the logit. Results are in the order of the logits: a sigmoid in float32 is
-1.0 from 17 on, and the best of several such documents would be whichever came first. Equal logits keep the order of
-the documents, and equal documents have equal logits, since each is run once.
+The model returns a logit for each pair. `relevance_score` is the logit after the checkpoint's own activation, usually
+the sigmoid, or with `raw_scores` the logit itself. Results are ordered by the logits: in float32 a sigmoid is 1.0 from
+17 on, so scores would not order the best documents. Equal logits keep the order of the documents. Equal documents have
+equal logits, since each different one runs once.
 
-Defaults differ where the servers' own do: `/rerank` cuts what is too long, as Cohere's does, `/score` refuses it.
+The defaults are those of the servers that these routes copy: `/rerank` cuts what is too long, as Cohere does, and
+`/score` refuses it.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from gateway.schema import Body, wrong_type
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
 
-# As Voyage's own server has it, and as much as Cohere advises.
+# The limit of Voyage's server, and the most that Cohere recommends.
 MAX_DOCUMENTS = 1000
 
-_DOCUMENTS_PER_SEARCH_UNIT = 100  # what Cohere's clients read in `billed_units`: one query with so many documents
+_DOCUMENTS_PER_SEARCH_UNIT = 100  # a unit in `billed_units`, as Cohere defines it
 
-# Of Cohere's: each would change scores or results if it were read. (`rank_fields` may ask for what is done.)
+# Cohere's fields that would change scores or results, and why each is refused. (`rank_fields` may be ["text"].)
 _UNSUPPORTED = {
     "rank_fields": "of a document only its text is read",
     "max_chunks_per_doc": "a document is one text; max_tokens_per_doc shortens it",
@@ -158,10 +159,10 @@ class Scores(msgspec.Struct):
 
 
 def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer.
+    """Make the request that a body asks for, with every check that needs no tokenizer.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
     check_one_score(facts)
     for name, reason in _UNSUPPORTED.items():
@@ -179,7 +180,7 @@ def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedR
             top_n=top_n,
             return_documents=bool(body.return_documents),
             raw_scores=bool(body.raw_scores),
-            # Its client sends both, always.
+            # Voyage's client always sends both.
             voyage=body.top_k is not UNSET or body.truncation is not UNSET,
         ),
         num_chars=sum(map(len, documents)) if body.return_documents else 0,
@@ -187,7 +188,7 @@ def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedR
 
 
 def parse_score(body: ScoreBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer. Raises as `parse_rerank` does."""
+    """Make the request that a body asks for. Raises as `parse_rerank` does."""
     check_one_score(facts)
     first, first_lone = _parse_texts(body.text_1, "text_1", limits.max_inputs)
     second, second_lone = _parse_texts(body.text_2, "text_2", limits.max_inputs)
@@ -212,10 +213,9 @@ def render_rerank(
     raw_scores: bool,
     voyage: bool,
 ) -> bytes:
-    """The answer's body. A document in it is the client's own text, and its key is there only where it was asked for.
+    """Write the answer's body. Documents are in it only if the client asks for them.
 
-    Beside `results` Voyage's client, told by its fields, gets the same list as it reads it: `data`, documents as bare
-    strings.
+    Voyage's client, recognised by its fields, also gets `data`: the same list with documents as bare strings.
 
     Raises:
         NonfiniteOutput: a logit is a NaN or an infinity.
@@ -226,10 +226,10 @@ def render_rerank(
     order = np.argsort(-logits, kind="stable")[:top_n].tolist()
 
     def results(document: bytes) -> bytes:
-        """The list, with documents written so."""
+        """The list of results; `document` is the template for a document's text."""
         written = []
         for index in order:
-            # One text at a time: see formats.py.
+            # One text in each call: see `json_rows`.
             text = document % orjson.dumps(documents[index]) if return_documents else b""
             written.append(b'{"index":%d,"relevance_score":%b%b}' % (index, scores[index], text))
         return json_list(written)
@@ -246,7 +246,7 @@ def render_rerank(
 
 
 def render_score(output: ModelOutput, *, names: PairNames, raw_scores: bool) -> bytes:
-    """The answer's body, in the order of the pairs. Raises as `render_rerank` does."""
+    """Write the answer's body, in the order of the pairs. Raises as `render_rerank` does."""
     check_finite(output.rows, names.document)
     scores = decimals(scores_of(output.logits[:, 0], output.facts.score_activation, raw=raw_scores))
     data = [b'{"index":%d,"object":"score","score":%b}' % numbered for numbered in enumerate(scores)]
@@ -263,7 +263,7 @@ def _pairs_request(
     truncation: Truncation,
     max_document_tokens: int | None = None,
 ) -> PairsRequest:
-    """The request for these pairs, with what both routes have; `truncation` is what holds where a client is silent."""
+    """The request for these pairs. `truncation` is the route's default."""
     return PairsRequest(
         queries=queries,
         documents=documents,
@@ -276,7 +276,7 @@ def _pairs_request(
 
 
 def _parse_truncation(body: PairsBody, facts: ModelFacts, default: Truncation) -> TruncationRule:
-    """Cohere's words, or true and false in a field of either name."""
+    """The rule for pairs that are too long: Cohere's words, or true and false, in either of two fields."""
     asked = body.truncate
     if isinstance(body.truncation, bool):
         if asked is not None:
@@ -308,18 +308,18 @@ def _parse_top_n(body: RerankBody) -> int | None:
 def _parse_documents(value: object, max_documents: int) -> list[str]:
     wanted = 'a list of strings, or of objects with a "text"'
     documents = check_list(value, "documents", wanted, max_documents, "rank", "documents")
-    # Of an object only its text counts, as at Cohere's.
+    # An object's other fields are ignored, as by Cohere.
     texts: list[object] = [document.get("text") if type(document) is dict else document for document in documents]
     for index, text in enumerate(texts):
         if type(text) is not str:
             raise wrong_type(f"documents[{index}]", 'a string, or an object whose "text" is one')
         if not text:
             raise empty_input(f"documents[{index}]", "rank")
-    return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
+    return texts  # type: ignore[return-value]  # checked in a way that mypy cannot follow
 
 
 def _parse_texts(value: object, name: str, max_inputs: int) -> tuple[list[str], bool]:
-    """The texts of the field of this name, and whether it is a lone one."""
+    """The texts of a field, and whether it holds one text without a list around it."""
     if type(value) is str:
         if not value:
             raise empty_input(name, "score")

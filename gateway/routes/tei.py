@@ -1,12 +1,12 @@
-"""The vectors of text-embeddings-inference (TEI): `/embed` and its like, `/similarity`; its tokenizer. No sockets.
+"""text-embeddings-inference (TEI): vectors (`/embed` and others), `/similarity`, and its tokenizer. No sockets.
 
-Fields and bare lists are those of its public OpenAPI document; errors are this server's own. A vector of `/embed` has
-unit length unless `normalize` is false, whatever the checkpoint declares, as TEI's have: whoever comes from there takes
-dot products. Rows of single tokens are as the model makes them. Either spelling of a direction is taken, since TEI's
-document says `Left` and its clients send `left`.
+Fields and bare lists are those of TEI's public OpenAPI document; errors are this server's own. A vector of `/embed` has
+unit length unless `normalize` is false, whatever the checkpoint declares. TEI's have, too, so its users compute dot
+products. Rows of single tokens are never normalised. Both spellings of a direction are accepted, because TEI's document
+says `Left` and its clients send `left`.
 
-TEI also serves POST on `/`, which is all that huggingface_hub's InferenceClient knows of a server: what it means there
-is settled by the model's task, and by `parameters`, which that client sends with every task but embedding.
+TEI also serves POST on `/`, the only path that huggingface_hub's InferenceClient uses. What a body means there depends
+on the model's task, and on `parameters`, which that client sends for every task but embedding.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ DIALECT = "TEI"
 
 Direction = Literal["left", "right", "Left", "Right"]
 
-# A text is tokenized in one go. While that lasts its tokens take about a kilobyte each: of a text of this many, each a
-# token, 130 MB, and for 75 ms of it no other thread runs (measured 2026-11-30, two cores).
+# A text is tokenized in one call, in which each token takes about 1 kB. A text of this many characters, each a token,
+# takes 130 MB, and blocks all other threads for 75 ms (measured 2026-11-30, two cores).
 MAX_TOKENIZED_CHARS = 131_072
 
-# Of a text's tokens so many are written at once: the JSON writer holds the interpreter's lock for a whole call.
+# Tokens that are written in one call, during which the JSON writer holds the interpreter's lock.
 _WRITTEN_TOKENS = 4096
 
 Truncate = Annotated[bool | None, Meta(description="Cut what is too long, rather than refuse it.")]
@@ -133,10 +133,10 @@ class SparseValue(msgspec.Struct):
 
 
 def parse_embed(body: EmbedBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer; so do the others here.
+    """Make the request that a body asks for, with every check that needs no tokenizer. The other parsers do the same.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
     request = _embedding_request(body, facts, limits)
     request = replace(
@@ -209,19 +209,19 @@ def parse_decode(body: DecodeBody, facts: ModelFacts, limits: Limits) -> LocalRe
 
 
 def render_rows(output: ModelOutput, *, name_of: NameOf) -> bytes:
-    """A list of vectors.
+    """Write a list of vectors. The other renderers raise the same.
 
     Raises:
-        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200; so do the others.
+        NonfiniteOutput: a NaN or an infinity, which would become a null with status 200 in JSON.
     """
     check_finite(output.rows, name_of)
     return json_list(json_rows(output.rows, "float"))
 
 
 def render_rows_of_tokens(output: ModelOutput, *, name_of: NameOf) -> bytes:
-    """A list of the lists of the vectors of a text's tokens."""
+    """Write a list for each text, with a vector for each of its tokens."""
     counts = output.row_counts
-    assert counts is not None, "asked for by token"
+    assert counts is not None, "the request is by token"
     stops = np.cumsum(counts)
     check_finite(output.rows, lambda row: name_of(int(np.searchsorted(stops, row, side="right"))))
     rows = json_rows(output.rows, "float")
@@ -229,7 +229,7 @@ def render_rows_of_tokens(output: ModelOutput, *, name_of: NameOf) -> bytes:
 
 
 def render_sparse_rows(output: ModelOutput, *, name_of: NameOf) -> bytes:
-    """A list of the lists of the values of a text, in the order of the vocabulary."""
+    """Write a list for each text, with its values in the order of the vocabulary."""
     rows = []
     for place, row in enumerate(output.rows):
         columns, values = read_sparse(row)
@@ -242,19 +242,19 @@ def render_sparse_rows(output: ModelOutput, *, name_of: NameOf) -> bytes:
 
 
 def render_similarities(output: ModelOutput, *, name_of: NameOf) -> bytes:
-    """A list of the cosines of each sentence with the source."""
+    """Write a list of each sentence's cosine with the source."""
     check_finite(output.rows, name_of)
     return json_list(decimals(_cosines(output.rows.astype(np.float64))))
 
 
 def truncation_of(truncate: bool | None, direction: Direction | None, limits: Limits) -> TruncationRule:
-    """What a body says of over-long texts, or else the deployment."""
+    """The rule for texts that are too long: the body's, or else the deployment's."""
     allowed = limits.auto_truncate if truncate is None else truncate
     return TruncationRule(allowed, "left" if direction in ("left", "Left") else "right")
 
 
 def _embedding_request(body: EmbedAllBody, facts: ModelFacts, limits: Limits) -> EmbeddingRequest:
-    """The request for whole rows as the model makes them."""
+    """The request for rows of all dimensions, not normalised."""
     truncation = truncation_of(body.truncate, body.truncation_direction, limits)
     inputs = parse_inputs(body.inputs, "inputs", limits.max_inputs)
     return EmbeddingRequest(
@@ -269,7 +269,7 @@ def _embedding_request(body: EmbedAllBody, facts: ModelFacts, limits: Limits) ->
 
 
 def _parse_sentences(inputs: SimilarityInputs, max_inputs: int) -> Inputs:
-    """The source, and then the sentences."""
+    """The source, followed by the sentences."""
     source = check_text(inputs.source_sentence, "inputs.source_sentence", "compare")
     name = "inputs.sentences"
     sentences = check_list(inputs.sentences, name, "a list of strings", max_inputs - 1, "compare", "sentences")
@@ -282,7 +282,7 @@ def _parse_sentences(inputs: SimilarityInputs, max_inputs: int) -> Inputs:
 
 
 def _cosines(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Of the first row with each other; 0 where either has no length."""
+    """The cosine of the first row with each other row; 0 if one of the two is all zeros."""
     lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows))
     products = lengths[0] * lengths[1:]
     cosines = np.divide(rows[1:] @ rows[0], products, out=np.zeros_like(products), where=products > 0)

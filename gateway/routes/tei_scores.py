@@ -1,10 +1,10 @@
-"""The scores of text-embeddings-inference (TEI): `/rerank` with `texts`, and `/predict`. No sockets.
+"""text-embeddings-inference (TEI): scores, that is `/rerank` with `texts`, and `/predict`. No sockets.
 
-As there, one score becomes a probability by the sigmoid and several by the softmax, whatever activation the checkpoint
-declares, unless `raw_scores` asks for the logits; lists are in the order of the logits, the best first.
+As with TEI, one score becomes a probability by the sigmoid and several by the softmax, whatever activation the
+checkpoint declares; `raw_scores` asks for the logits. Lists are ordered by the logits, the best first.
 
-huggingface_hub's InferenceClient, which sends `parameters` when it classifies, takes the first of the lists in the
-answer to be the text's: so the answer to such a body is a list of lists, as the hub's own servers write it.
+huggingface_hub's InferenceClient sends `parameters` when it classifies, and reads the first list in the answer. So the
+answer to a body with `parameters` is a list of lists, as from the hub's own servers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gateway.parsing import (
 )
 from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
 
-# What becomes of the logits of an input.
+# The function that is applied to the logits of an input.
 Scale = Literal["sigmoid", "softmax", "none"]
 
 _PAIR = TEXTS_SCHEMA | {"maxItems": 2}
@@ -50,17 +50,17 @@ Inputs = Annotated[
 ]
 
 
-# What `inputs` may be, for people.
+# What `inputs` may be, as errors describe it.
 _TAKEN = "a text, a list of one, a pair of texts, or a list of such lists"
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """What is to be labelled."""
+    """The inputs to label."""
 
-    inputs: list[tuple[str, ...]]  # each one text or two
+    inputs: list[tuple[str, ...]]  # each has one text or two
     name_of: NameOf
-    lone: bool  # it came without a list around it, and so does its answer
+    lone: bool  # one input without a list around it; its answer has no list around it either
 
 
 class RankBody(TruncatingBody, kw_only=True):
@@ -107,10 +107,10 @@ class Prediction(msgspec.Struct):
 
 
 def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer; so do the others here.
+    """Make the request that a body asks for, with every check that needs no tokenizer. The other parsers do the same.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
     check_one_score(facts)
     check_text(body.query, "query", "compare with")
@@ -147,23 +147,23 @@ def parse_classify(body: ClassifyBody, facts: ModelFacts, limits: Limits) -> Par
 
 
 def render_ranks(output: ModelOutput, *, texts: list[str] | None, raw: bool) -> bytes:
-    """A list of the texts' places and scores, the best first; equal ones keep the request's order.
+    """Write each text's index and score, the best first; equal logits keep the order of the texts.
 
     Raises:
-        NonfiniteOutput: a logit is a NaN or an infinity; so does the other.
+        NonfiniteOutput: a logit is a NaN or an infinity; `render_labels` raises the same.
     """
     check_finite(output.rows, PairNames("query", "texts").document)
     logits = output.logits[:, 0]
     scores = decimals(scores_of(logits, "sigmoid", raw=raw))
     ranks = []
     for index in np.argsort(-logits, kind="stable").tolist():
-        text = b"" if texts is None else b',"text":%b' % orjson.dumps(texts[index])  # one at a time: see formats.py
+        text = b"" if texts is None else b',"text":%b' % orjson.dumps(texts[index])  # one in each call: see `json_rows`
         ranks.append(b'{"index":%d%b,"score":%b}' % (index, text, scores[index]))
     return json_list(ranks)
 
 
 def render_labels(output: ModelOutput, *, name_of: NameOf, scale: Scale, top_k: int | None, lone: bool) -> bytes:
-    """A list of the labels of each input, the likeliest first, in a list; without that one for a `lone` input."""
+    """Write a list for each input, with its labels, the likeliest first; only that list for a `lone` input."""
     check_finite(output.rows, name_of)
     logits = output.logits
     labels = [orjson.dumps(label) for label in output.facts.labels]
@@ -207,7 +207,7 @@ def _labels_asked(
 
 
 def _parse_texts(value: object, max_inputs: int) -> _Texts:
-    """A text, [text], [text, text], or a list of such lists."""
+    """Parse a text, [text], [text, text], or a list of such lists."""
     if type(value) is str:
         return _Texts([(check_text(value, "inputs", "label"),)], lambda _: "inputs", lone=True)
     if type(check_list(value, "inputs", _TAKEN, purpose="label")[0]) is not list:
@@ -221,7 +221,7 @@ def _parse_texts(value: object, max_inputs: int) -> _Texts:
 
 
 def _parse_one(value: object, name: str, taken: str) -> tuple[str, ...]:
-    """The one text, or the two, of an input."""
+    """The one or two texts of an input."""
     texts = check_list(value, name, taken, purpose="label")
     if len(texts) > 2:
         raise InvalidRequest(
