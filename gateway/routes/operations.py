@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from common.config import GatewayConfig
 from common.text.tokenization import MAX_CHARS_PER_TOKEN
 from common.wire.messages import PROTOCOL_VERSION, ModelFacts, max_rows
-from gateway.client import Readiness
+from gateway.client import Readiness, Status
 from gateway.edge.body import BodyLimits
 from gateway.edge.http import HttpLimits
 from gateway.parsing import is_served, model_not_found
@@ -28,9 +28,6 @@ class Health(msgspec.Struct):
 class Workers(msgspec.Struct):
     ready: int
     total: int
-
-
-Status = Literal["ready", "starting", "draining", "unavailable"]
 
 
 class ModelReady(msgspec.Struct):
