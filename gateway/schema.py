@@ -54,31 +54,34 @@ _WHOLE_NUMBER = re.compile(r"-?\d+(?![\d.eE])")
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What any route of any dialect takes. Of the fields that clients send along, none can change an answer."""
+    """Fields that every route of every dialect accepts."""
 
     model: Annotated[
         str | UnsetType,
         Meta(
-            description="The served name, with or without its organisation; left out, the model that is served, of "
-            "several the one that `X-Model` names, or else the first.",
+            description="The model's name, with or without its organisation. By default the served model; with several "
+            "models the one that `X-Model` names, or the first.",
             extra_json_schema={"minLength": 1},
         ),
     ] = UNSET
     lane: Annotated[
         Literal["online", "score", "backfill"] | None,
         Meta(
-            description="Where to wait: each lane comes after those before it, but for a share of the time. Left out, "
-            "`score` for scores, else `online`."
+            description="The priority of the request: a lane waits for the lanes before it, and has a guaranteed share "
+            "of the time. By default `score` for scores, otherwise `online`."
         ),
     ] = None
     stream: Annotated[
-        bool | None, Meta(description="Nothing is streamed: only false.", extra_json_schema={"enum": [False, None]})
+        bool | None,
+        Meta(description="Must be false: answers are not streamed.", extra_json_schema={"enum": [False, None]}),
     ] = None
-    user: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="Says nothing here.")] = None
-    metadata: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    priority: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    request_id: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    timeout: Annotated[Any, Meta(description="Accepted and not read.")] = None
+    user: Annotated[
+        Annotated[str, Meta(max_length=256)] | None, Meta(description="Accepted for compatibility; ignored.")
+    ] = None
+    metadata: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    priority: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    request_id: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    timeout: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
 
 
 B = TypeVar("B", bound=msgspec.Struct)

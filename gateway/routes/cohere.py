@@ -65,36 +65,36 @@ class EmbedBody(Body, kw_only=True):
 
     texts: Annotated[Any, Meta(description="Strings.", extra_json_schema=_TEXTS)] = None
     inputs: Annotated[
-        Any, Meta(description="Instead of `texts`: objects, each with one text.", extra_json_schema=_INPUTS)
+        Any, Meta(description="Objects with one text each, instead of `texts`.", extra_json_schema=_INPUTS)
     ] = None
     images: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
     input_type: Annotated[
         InputType | None,
-        Meta(description="What the texts are for: the checkpoint's prompt for it, if any, goes before them."),
+        Meta(description="What the texts are for. The checkpoint's prompt for it, if any, is put before every text."),
     ] = None
     embedding_types: Annotated[
         Annotated[list[EmbeddingType], Meta(min_length=1)] | None,
         Meta(
-            description="The types in which every vector is wanted, `base64` being that of `float`; all but these two "
-            "of a model that declares a quantiser."
+            description="The types in which every vector is returned; `base64` is base64 of `float`. All types but "
+            "these two need a model that declares a quantiser. By default `float`."
         ),
     ] = None
     output_dimension: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="The first so many of the model's; normalised again where the model normalises."),
+        Meta(description="Keep only this many dimensions, the first ones. A model that normalises does so after that."),
     ] = None
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="A text with more, special tokens and prompt included, is too long."),
+        Meta(description="A text with more tokens than this is too long. Special tokens and the prompt count."),
     ] = None
     truncate: Annotated[
         Truncation | bool | None,
-        Meta(description="What happens to a text that is too long: cut at its end or start, or refused."),
+        Meta(description="What happens to a text that is too long: it is cut at its end or its start, or refused."),
     ] = None
 
 
 class EmbeddingsByType(msgspec.Struct):
-    """Of each type that was asked for, a vector of each text."""
+    """A vector for each text, in each type that the request names."""
 
     float_: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
     int8: list[list[int]] | UnsetType = UNSET
@@ -109,7 +109,7 @@ class ApiVersion(msgspec.Struct):
 
 
 class BilledUnits(msgspec.Struct):
-    input_tokens: Annotated[int, Meta(description="Of the texts, however many types were asked for.")]
+    input_tokens: Annotated[int, Meta(description="Tokens of the texts, whatever the number of types.")]
 
 
 class EmbedMeta(msgspec.Struct):
@@ -126,7 +126,7 @@ class Embedded(msgspec.Struct):
 
 
 class EmbeddedV1(msgspec.Struct):
-    """Without `embedding_types`, bare vectors."""
+    """Without `embedding_types`, `embeddings` is a bare list of vectors."""
 
     id: str
     embeddings: EmbeddingsByType | list[list[float]]
@@ -268,7 +268,7 @@ def _word(truncate: Truncation | bool | None) -> Truncation:
     return truncate or "NONE"
 
 
-_DESCRIPTION = "A vector of each text, in every type that is asked for."
+_DESCRIPTION = "Returns a vector for each text, in each type that the request names."
 
 EMBED = Operation(
     paths=("/v2/embed",),
@@ -285,7 +285,7 @@ EMBED_V1 = Operation(
     paths=("/v1/embed",),
     dialect="Cohere",
     summary="Embed texts, as version 1 of Cohere's API does",
-    description=_DESCRIPTION + " Without `embedding_types` the answer has no types, and numbers as `float`.",
+    description=_DESCRIPTION + " Without `embedding_types`, returns a bare list of `float` vectors.",
     body=EmbedBody,
     answer=EmbeddedV1,
     parse=partial(parse, version="1"),

@@ -45,18 +45,19 @@ _INPUT_SCHEMA = {"type": "array", "items": TEXTS_SCHEMA, "minItems": 1, "maxItem
 
 
 class ContextualBody(Body, kw_only=True):
-    """Documents in chunks."""
+    """Documents, each a list of chunks."""
 
     input: Annotated[Any, Meta(description="Documents, each a list of chunks.", extra_json_schema=_INPUT_SCHEMA)]
     encoding_format: Annotated[
-        EncodingFormat | None, Meta(description="As of /v1/embeddings; `float` unless said otherwise.")
+        EncodingFormat | None, Meta(description="As for /v1/embeddings. By default `float`.")
     ] = None
-    dimensions: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="As of /v1/embeddings.")] = None
-    normalize: Annotated[bool | None, Meta(description="As of /v1/embeddings.")] = None
+    dimensions: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="As for /v1/embeddings.")] = None
+    normalize: Annotated[bool | None, Meta(description="As for /v1/embeddings.")] = None
     truncate: Annotated[
         bool | None,
         Meta(
-            description="Only false: a chunk that is cut off has no vector.", extra_json_schema={"enum": [False, None]}
+            description="Must be false: a chunk that is cut off would have no vector.",
+            extra_json_schema={"enum": [False, None]},
         ),
     ] = None
 
@@ -68,7 +69,7 @@ class ChunkEmbedding(msgspec.Struct):
 
 
 class DocumentEmbeddings(msgspec.Struct):
-    """A vector of each chunk of a document, in their order."""
+    """A vector for each chunk of a document, in the order of the chunks."""
 
     object: Literal["list"]
     index: int
@@ -150,8 +151,8 @@ CONTEXTUAL = Operation(
     paths=(PATH,),
     dialect="OpenAI, Perplexity",
     summary="Embed the chunks of documents",
-    description="Each chunk gets a vector that is made in the light of its whole document. For a model that declares a "
-    "separator.",
+    description="Returns a vector for each chunk; the model reads the whole document for it. Needs a model that "
+    "declares a separator.",
     body=ContextualBody,
     answer=ContextualEmbeddings,
     parse=parse,

@@ -42,43 +42,53 @@ PATH = "/v1/embeddings"
 class EmbeddingsBody(Body, kw_only=True):
     """Texts, or token ids, to embed."""
 
-    input: Annotated[Any, Meta(description="What to embed; token ids run as they are.", extra_json_schema=INPUT_SCHEMA)]
+    input: Annotated[
+        Any, Meta(description="Texts or token ids to embed. Token ids are not changed.", extra_json_schema=INPUT_SCHEMA)
+    ]
     encoding_format: Annotated[
         EncodingFormat | None,
         Meta(
-            description="How a vector is written: numbers, or base64 of float32; of a model that declares a quantiser "
-            "also of int8 or of bits. `float` unless said otherwise."
+            description="How vectors are written: numbers, or base64 of float32. A model that declares a quantiser "
+            "also makes base64 of int8 or of bits. By default `float`."
         ),
     ] = None
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="The first so many of the model's; normalised again where the model normalises."),
+        Meta(description="Keep only this many dimensions, the first ones. A model that normalises does so after that."),
     ] = None
-    normalize: Annotated[bool | None, Meta(description="Unit length; as the checkpoint declares unless said.")] = None
-    truncate: Annotated[bool | None, Meta(description="Cut what is too long, rather than refuse it.")] = None
-    truncation_direction: Annotated[Literal["left", "right"] | None, Meta(description="Which end is cut off.")] = None
-    prompt_name: Annotated[str | None, Meta(description="One of the checkpoint's prompts, to go before texts.")] = None
-    prompt: Annotated[str | None, Meta(description="Words to go before every text.")] = None
-    partial: Annotated[bool | None, Meta(description="Embed what can be, and list what cannot under `errors`.")] = None
+    normalize: Annotated[
+        bool | None, Meta(description="Whether vectors have unit length. By default as the checkpoint declares.")
+    ] = None
+    truncate: Annotated[bool | None, Meta(description="Cut inputs that are too long, instead of refusing them.")] = None
+    truncation_direction: Annotated[
+        Literal["left", "right"] | None, Meta(description="The end at which inputs are cut. By default `right`.")
+    ] = None
+    prompt_name: Annotated[
+        str | None, Meta(description="The name of a prompt of the checkpoint, which is put before every text.")
+    ] = None
+    prompt: Annotated[str | None, Meta(description="A prompt of your own, which is put before every text.")] = None
+    partial: Annotated[bool | None, Meta(description="Embed the valid inputs, and list the others under `errors`.")] = (
+        None
+    )
     input_type: Annotated[
         InputType | None,
-        Meta(description="What the texts are for: the checkpoint's prompt for it, if any, goes before them."),
+        Meta(description="What the texts are for. The checkpoint's prompt for it, if any, is put before every text."),
     ] = None
-    truncation: Annotated[bool | None, Meta(description="As `truncate`, in the words of Voyage's client.")] = None
+    truncation: Annotated[bool | None, Meta(description="The same as `truncate`, for Voyage's client.")] = None
     output_dimension: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="As `dimensions`, in the words of Voyage's client.")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="The same as `dimensions`, for Voyage's client.")
     ] = None
     output_dtype: Annotated[
         Dtype | None,
         Meta(
-            description="The type of a vector's numbers, all but `float` of a model that declares a quantiser; "
-            "`encoding_format` then is `base64`, or left out for numbers."
+            description="The type of a vector's numbers. All types but `float` need a model that declares a quantiser. "
+            "`encoding_format` must be `base64`, or be left out for numbers."
         ),
     ] = None
-    safety_identifier: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    service_tier: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    store: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    stream_options: Annotated[Any, Meta(description="Accepted and not read.")] = None
+    safety_identifier: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    service_tier: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    store: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    stream_options: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
 
 
 class Embedding(msgspec.Struct):
@@ -93,14 +103,14 @@ class Failed(msgspec.Struct):
 
 
 class Embeddings(msgspec.Struct):
-    """A vector of each input, in their order."""
+    """A vector for each input, in the order of the inputs."""
 
     object: Literal["list"]
     model: str
     data: list[Embedding]
     usage: Usage
     errors: Annotated[
-        list[Failed] | msgspec.UnsetType, Meta(description="Of a `partial` request: the inputs without a vector.")
+        list[Failed] | msgspec.UnsetType, Meta(description="The inputs without a vector, if the request is `partial`.")
     ] = msgspec.UNSET
 
 
@@ -182,8 +192,8 @@ EMBEDDINGS = Operation(
     paths=(PATH,),
     dialect="OpenAI, Perplexity, Voyage",
     summary="Embed texts",
-    description="A vector of each input. Where `Accept` ranks `application/octet-stream` above JSON the answer is the "
-    "bare little-endian matrix, its shape in `X-Embedding-Shape` and its type in `X-Embedding-Dtype`.",
+    description="Returns a vector for each input. If `Accept` ranks `application/octet-stream` above JSON, the answer "
+    "is the bare little-endian matrix, with its shape in `X-Embedding-Shape` and its type in `X-Embedding-Dtype`.",
     body=EmbeddingsBody,
     answer=Embeddings,
     parse=parse,

@@ -31,7 +31,7 @@ class Workers(msgspec.Struct):
 
 
 class ModelReady(msgspec.Struct):
-    """Whether a worker of one of several models can serve."""
+    """The readiness of one of several models."""
 
     status: Status
     workers: Workers
@@ -39,18 +39,20 @@ class ModelReady(msgspec.Struct):
 
 
 class Ready(msgspec.Struct):
-    """Whether a worker can serve, of several models one of each."""
+    """Whether a worker can serve; with several models, whether each model has one."""
 
     status: Status
     workers: Workers
     model: str | None
     reason: str | UnsetType = UNSET
-    models: Annotated[dict[str, ModelReady] | UnsetType, Meta(description="Of several models each by itself.")] = UNSET
+    models: Annotated[
+        dict[str, ModelReady] | UnsetType, Meta(description="The readiness of each model, if there are several.")
+    ] = UNSET
 
 
 class ModelCard(msgspec.Struct):
     id: str
-    created: Annotated[int, Meta(description="When this gateway started, in seconds since 1970.")]
+    created: Annotated[int, Meta(description="When this gateway started, in seconds since 1970 (UTC).")]
     object: Literal["model"] = "model"
     owned_by: str = "hedgerow"
 
@@ -61,7 +63,7 @@ class ModelList(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """What is told of the model; its place on this host's disk is not."""
+    """Facts of the model."""
 
     name: str
     fingerprint: str
@@ -77,7 +79,7 @@ class ModelInfo(msgspec.Struct):
     normalize: bool
     tasks: list[str]
     encodings: list[str]
-    prompts: Annotated[list[str], Meta(description="Their names.")]
+    prompts: Annotated[list[str], Meta(description="The names of the prompts.")]
     default_prompt_name: str | None
     include_prompt: bool
     num_labels: int
@@ -87,12 +89,12 @@ class ModelInfo(msgspec.Struct):
 
 
 class LimitsInfo(msgspec.Struct):
-    """The limits that a client may meet."""
+    """The limits on requests."""
 
     max_body_bytes: int
     max_body_chunks: int
     max_held_bytes: Annotated[
-        int, Meta(description="Of all requests to one gateway: their bodies, then their token ids and rows.")
+        int, Meta(description="Bytes of all requests in one gateway: bodies, token ids and rows.")
     ]
     max_target_bytes: int
     max_headers: int
@@ -103,7 +105,7 @@ class LimitsInfo(msgspec.Struct):
     max_inputs: int
     max_request_tokens: int
     max_rerank_documents: Annotated[
-        int, Meta(description="Of `documents`; of TEI's `texts` as many as inputs, its `max_client_batch_size`.")
+        int, Meta(description="The most `documents`. TEI's `texts` are limited by `max_inputs`.")
     ]
     max_contextual_documents: int
     max_contextual_chunks: int
@@ -117,7 +119,7 @@ class LimitsInfo(msgspec.Struct):
     max_timeout_ms: int
     auto_truncate: bool
     max_input_tokens: int | None
-    max_input_chars: Annotated[int | None, Meta(description="Of a text that may not be cut.")]
+    max_input_chars: Annotated[int | None, Meta(description="The most characters of a text that may not be cut.")]
     max_embed_all_tokens: int | None
 
 
@@ -131,15 +133,15 @@ class Pooling(msgspec.Struct):
 
 
 class ModelType(msgspec.Struct):
-    """One of these."""
+    """Exactly one of these is set."""
 
     embedding: Pooling | UnsetType = UNSET
-    reranker: Annotated[Classifier | UnsetType, Meta(description="What gives one score.")] = UNSET
+    reranker: Annotated[Classifier | UnsetType, Meta(description="Set if the model gives one score.")] = UNSET
     classifier: Classifier | UnsetType = UNSET
 
 
 class Info(msgspec.Struct):
-    """Facts, and once more those that clients of text-embeddings-inference read, by its names."""
+    """Facts of the server; those that clients of text-embeddings-inference read are there under its names, too."""
 
     model: ModelInfo | None
     versions: dict[str, str | int | None]
@@ -157,7 +159,10 @@ class Info(msgspec.Struct):
     version: str | None
     models: Annotated[
         dict[str, ModelInfo | None] | UnsetType,
-        Meta(description="Of several models each by itself; all else is of the first, or of the one in `X-Model`."),
+        Meta(
+            description="Facts of each model, if there are several. The other fields are those of the first model, or "
+            "of the one that `X-Model` names."
+        ),
     ] = UNSET
     model_sha: None = None
     max_batch_requests: None = None

@@ -64,49 +64,51 @@ _COUNT = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
 
 
 class PairsBody(Body, kw_only=True):
-    """What both routes take."""
+    """Fields of both routes."""
 
     truncate: Annotated[
         Truncation | bool | None,
-        Meta(description="What happens to a pair that is too long: refused, or cut at a document's start or end."),
+        Meta(
+            description="What happens to a pair that is too long: it is refused, or cut at its document's start or end."
+        ),
     ] = None
-    truncation: Annotated[
-        bool | UnsetType | None, Meta(description="As `truncate`, in the words of Voyage's client.")
-    ] = UNSET
-    instruction: Annotated[str | None, Meta(description="Of a model whose template has one, instead of its own.")] = (
-        None
+    truncation: Annotated[bool | UnsetType | None, Meta(description="The same as `truncate`, for Voyage's client.")] = (
+        UNSET
     )
-    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than what the activation makes of them.")] = (
-        None
-    )
+    instruction: Annotated[
+        str | None, Meta(description="Replaces the instruction in the template of a model that has one.")
+    ] = None
+    raw_scores: Annotated[bool | None, Meta(description="Return logits, without the checkpoint's activation.")] = None
 
 
 class RerankBody(PairsBody, kw_only=True):
-    """A query and the documents to be put in order."""
+    """A query, and documents to rank."""
 
     query: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
     documents: Annotated[
         Any,
         Meta(
-            description="Strings, or objects of which `text` is read.",
+            description="Strings, or objects with a `text`. Their other fields are ignored.",
             extra_json_schema={"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": MAX_DOCUMENTS},
         ),
     ]
-    top_n: Annotated[Any, Meta(description="So many results; left out, all.", extra_json_schema=_COUNT)] = None
+    top_n: Annotated[Any, Meta(description="The number of results. By default all.", extra_json_schema=_COUNT)] = None
     top_k: Annotated[
-        Any | UnsetType, Meta(description="As `top_n`, in the words of Voyage's client.", extra_json_schema=_COUNT)
+        Any | UnsetType, Meta(description="The same as `top_n`, for Voyage's client.", extra_json_schema=_COUNT)
     ] = UNSET
-    return_documents: Annotated[bool | None, Meta(description="Have each result bring its document's text.")] = None
+    return_documents: Annotated[bool | None, Meta(description="Return each document's text with its result.")] = None
     max_tokens_per_doc: Annotated[
-        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None, Meta(description="Of each document so many tokens are read.")
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None, Meta(description="Cut each document to this many tokens.")
     ] = None
-    rank_fields: Annotated[Any, Meta(description='Only ["text"].', extra_json_schema={"enum": [["text"], None]})] = None
+    rank_fields: Annotated[
+        Any, Meta(description='Must be ["text"] or left out.', extra_json_schema={"enum": [["text"], None]})
+    ] = None
     max_chunks_per_doc: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
     relevant_spans: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
 
 
 class ScoreBody(PairsBody, kw_only=True):
-    """Texts to compare: one with one, one with many, or as many with as many."""
+    """Texts to compare: one with one, one with each of a list, or two lists of the same length in pairs."""
 
     text_1: Annotated[Any, Meta(extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
     text_2: Annotated[Any, Meta(extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
@@ -117,7 +119,7 @@ class Document(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct):
-    index: Annotated[int, Meta(description="Of the document, in the request.")]
+    index: Annotated[int, Meta(description="The index of the document in the request.")]
     relevance_score: float
     document: Document | UnsetType = UNSET
 
@@ -129,16 +131,19 @@ class VoyageResult(msgspec.Struct):
 
 
 class Reranked(msgspec.Struct):
-    """Results in the order of the logits."""
+    """Results, the most relevant first."""
 
     id: str
     object: Literal["rerank"]
     model: str
     results: list[RerankResult]
     usage: Usage
-    meta: Annotated[dict[str, dict[str, int]], Meta(description="`billed_units` and `tokens`, for Cohere's client.")]
+    meta: Annotated[
+        dict[str, dict[str, int]], Meta(description="`billed_units` and `tokens`, which Cohere's client reads.")
+    ]
     data: Annotated[
-        list[VoyageResult] | UnsetType, Meta(description="`results` once more, where the body is of Voyage's client.")
+        list[VoyageResult] | UnsetType,
+        Meta(description="`results` in Voyage's form, if the body is from Voyage's client."),
     ] = UNSET
 
 
@@ -149,7 +154,7 @@ class Score(msgspec.Struct):
 
 
 class Scores(msgspec.Struct):
-    """A score of each pair, in their order."""
+    """A score for each pair, in the order of the pairs."""
 
     id: str
     object: Literal["list"]
@@ -336,8 +341,9 @@ def _head(output: ModelOutput, kind: bytes) -> tuple[bytes, ...]:
 RERANK = Operation(
     paths=RERANK_PATHS,
     dialect="Cohere, Jina, Voyage",
-    summary="Put documents in order",
-    description="How relevant each document is to the query, the most relevant first. For a model that scores pairs.",
+    summary="Rank documents",
+    description="Returns each document's relevance to the query, the most relevant first. Needs a model that scores "
+    "pairs.",
     body=RerankBody,
     answer=Reranked,
     parse=parse_rerank,
@@ -348,7 +354,7 @@ SCORE = Operation(
     paths=SCORE_PATHS,
     dialect="vLLM",
     summary="Score pairs of texts",
-    description="A score of each pair, in the order of the pairs. For a model that scores pairs.",
+    description="Returns a score for each pair, in the order of the pairs. Needs a model that scores pairs.",
     body=ScoreBody,
     answer=Scores,
     parse=parse_score,

@@ -55,13 +55,17 @@ MAX_TOKENIZED_CHARS = 131_072
 # Tokens that are written in one call, during which the JSON writer holds the interpreter's lock.
 _WRITTEN_TOKENS = 4096
 
-Truncate = Annotated[bool | None, Meta(description="Cut what is too long, rather than refuse it.")]
-TruncationDirection = Annotated[Direction | None, Meta(description="Which end is cut off; `right` unless said.")]
-PromptName = Annotated[str | None, Meta(description="One of the checkpoint's prompts, to go before texts.")]
+Truncate = Annotated[bool | None, Meta(description="Cut texts that are too long, instead of refusing them.")]
+TruncationDirection = Annotated[
+    Direction | None, Meta(description="The end at which texts are cut. By default `right`.")
+]
+PromptName = Annotated[
+    str | None, Meta(description="The name of a prompt of the checkpoint, which is put before every text.")
+]
 
 
 class TruncatingBody(Body, kw_only=True):
-    """What every route of TEI takes that runs a model."""
+    """Fields of every TEI route that runs a model."""
 
     truncate: Truncate = None
     truncation_direction: TruncationDirection = None
@@ -71,7 +75,7 @@ class EmbedAllBody(TruncatingBody, kw_only=True):
     """Texts, or token ids."""
 
     inputs: Annotated[
-        Any, Meta(description="What to embed; token ids run as they are.", extra_json_schema=INPUT_SCHEMA)
+        Any, Meta(description="Texts or token ids to embed. Token ids are not changed.", extra_json_schema=INPUT_SCHEMA)
     ]
     prompt_name: PromptName = None
 
@@ -79,24 +83,30 @@ class EmbedAllBody(TruncatingBody, kw_only=True):
 class EmbedBody(EmbedAllBody, kw_only=True):
     """Texts, or token ids, to embed."""
 
-    normalize: Annotated[bool | None, Meta(description="Unit length; true unless said, whatever the model.")] = None
-    dimensions: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="The first so many of the model's, normalised after that.")
+    normalize: Annotated[
+        bool | None, Meta(description="Whether vectors have unit length. By default true, for every model.")
     ] = None
-    encoding_format: Annotated[Literal["float"] | None, Meta(description="Vectors are numbers here.")] = None
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Keep only this many dimensions, the first ones, before the vector is normalised."),
+    ] = None
+    encoding_format: Annotated[
+        Literal["float"] | None, Meta(description="Must be `float` or left out: this route writes vectors as numbers.")
+    ] = None
 
 
 class SimilarityInputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One text, and those that it is compared with."""
+    """A sentence, and the sentences to compare it with."""
 
     source_sentence: Annotated[
-        str, Meta(description="What each of the sentences is compared with.", extra_json_schema={"minLength": 1})
+        str,
+        Meta(description="The sentence that each of the others is compared with.", extra_json_schema={"minLength": 1}),
     ]
     sentences: Annotated[Any, Meta(description="Strings.", extra_json_schema=TEXTS_SCHEMA)]
 
 
 class SimilarityParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How all of them are read."""
+    """How the sentences are tokenized."""
 
     truncate: Truncate = None
     truncation_direction: TruncationDirection = None
@@ -106,29 +116,33 @@ class SimilarityParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 class SimilarityBody(Body, kw_only=True):
     """Sentences to compare with one."""
 
-    inputs: Annotated[SimilarityInputs, Meta(description="A sentence, and those that it is compared with.")]
-    parameters: Annotated[SimilarityParameters | None, Meta(description="How texts are read.")] = None
+    inputs: Annotated[SimilarityInputs, Meta(description="A sentence, and the sentences to compare it with.")]
+    parameters: Annotated[SimilarityParameters | None, Meta(description="How the sentences are tokenized.")] = None
 
 
 class TokenizeBody(Body, kw_only=True):
-    """Texts to take apart."""
+    """Texts to tokenize."""
 
-    inputs: Annotated[Any, Meta(description="A text, or several.", extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
-    add_special_tokens: Annotated[bool | None, Meta(description="Those around a text; true unless said.")] = None
+    inputs: Annotated[Any, Meta(description="A text, or a list of texts.", extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="Add the special tokens around a text. By default true.")
+    ] = None
     prompt_name: PromptName = None
 
 
 class DecodeBody(Body, kw_only=True):
-    """Token ids to make text of."""
+    """Token ids to decode."""
 
     ids: Annotated[
-        Any, Meta(description="The token ids of a text, or such lists.", extra_json_schema=IDS_OR_LISTS_SCHEMA)
+        Any, Meta(description="A list of token ids, or a list of such lists.", extra_json_schema=IDS_OR_LISTS_SCHEMA)
     ]
-    skip_special_tokens: Annotated[bool | None, Meta(description="Leave them out; true unless said.")] = None
+    skip_special_tokens: Annotated[
+        bool | None, Meta(description="Leave special tokens out of the text. By default true.")
+    ] = None
 
 
 class SparseValue(msgspec.Struct):
-    index: Annotated[int, Meta(description="Of a token in the model's vocabulary.")]
+    index: Annotated[int, Meta(description="The index of a token in the model's vocabulary.")]
     value: float
 
 
@@ -299,7 +313,7 @@ EMBED = Operation(
     paths=("/embed",),
     dialect=DIALECT,
     summary="Embed texts, in a bare list",
-    description="A vector of each input, of unit length unless `normalize` is false.",
+    description="Returns a vector for each input, of unit length unless `normalize` is false.",
     body=EmbedBody,
     answer=list[list[float]],
     parse=parse_embed,
@@ -310,7 +324,7 @@ EMBED_ALL = Operation(
     paths=("/embed_all",),
     dialect=DIALECT,
     summary="Embed each token of texts",
-    description="A vector of each token of each input, special tokens among them, as the model makes it.",
+    description="Returns a vector for each token of each input, special tokens included, without normalisation.",
     body=EmbedAllBody,
     answer=list[list[list[float]]],
     parse=parse_embed_all,
@@ -320,8 +334,8 @@ EMBED_ALL = Operation(
 EMBED_SPARSE = Operation(
     paths=("/embed_sparse",),
     dialect=DIALECT,
-    summary="Weigh the vocabulary for texts",
-    description="The weights, other than zero, that each input gives to tokens. For a sparse model.",
+    summary="Embed texts as sparse vectors",
+    description="Returns each input's weights that are not zero, by token of the vocabulary. Needs a sparse model.",
     body=EmbedAllBody,
     answer=list[list[SparseValue]],
     parse=parse_embed_sparse,
@@ -332,7 +346,7 @@ SIMILARITY = Operation(
     paths=("/similarity",),
     dialect=DIALECT,
     summary="Compare sentences with one",
-    description="The cosine of each sentence with the source.",
+    description="Returns the cosine similarity of each sentence with the source.",
     body=SimilarityBody,
     answer=list[float],
     parse=parse_similarity,
@@ -342,9 +356,9 @@ SIMILARITY = Operation(
 TOKENIZE = Operation(
     paths=("/tokenize",),
     dialect=DIALECT,
-    summary="Take texts apart into tokens",
-    description="The tokens of each text, none cut off. `start` and `stop` count characters of the text; the special "
-    "tokens around it and a prompt's tokens have none.",
+    summary="Tokenize texts",
+    description="Returns all tokens of each text. `start` and `stop` are character offsets in the text; special tokens "
+    "around the text and tokens of the prompt have none.",
     body=TokenizeBody,
     answer=list[list[Token]],
     parse=parse_tokenize,
@@ -354,8 +368,8 @@ TOKENIZE = Operation(
 DECODE = Operation(
     paths=("/decode",),
     dialect=DIALECT,
-    summary="Make text of token ids",
-    description="What the tokenizer's own decoder makes of each list.",
+    summary="Decode token ids",
+    description="Returns the text of each list of token ids, by the tokenizer's own decoder.",
     body=DecodeBody,
     answer=list[str],
     parse=parse_decode,

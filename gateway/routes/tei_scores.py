@@ -64,39 +64,46 @@ class _Texts:
 
 
 class RankBody(TruncatingBody, kw_only=True):
-    """A query and texts to be put in order."""
+    """A query, and texts to rank."""
 
-    query: Annotated[str, Meta(description="What the texts should be relevant to.", extra_json_schema={"minLength": 1})]
+    query: Annotated[
+        str, Meta(description="The query that the texts should be relevant to.", extra_json_schema={"minLength": 1})
+    ]
     texts: Annotated[Any, Meta(description="Strings.", extra_json_schema=TEXTS_SCHEMA)]
-    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than probabilities.")] = None
-    return_text: Annotated[bool | None, Meta(description="Have each rank bring its text.")] = None
+    raw_scores: Annotated[bool | None, Meta(description="Return logits instead of probabilities.")] = None
+    return_text: Annotated[bool | None, Meta(description="Return each text with its rank.")] = None
 
 
 class PredictBody(TruncatingBody, kw_only=True):
-    """Texts, or pairs of texts, to label."""
+    """Texts, or pairs of texts, to classify."""
 
     inputs: Inputs
-    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than probabilities.")] = None
+    raw_scores: Annotated[bool | None, Meta(description="Return logits instead of probabilities.")] = None
 
 
 class ClassifyParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How labels are written."""
+    """Which labels are returned, and with which scores."""
 
     function_to_apply: Annotated[
-        Scale | None, Meta(description="Softmax for several labels and sigmoid for one, unless said.")
+        Scale | None, Meta(description="By default softmax for several labels, and sigmoid for one.")
     ] = None
-    top_k: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="The best so many labels of each.")] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Return only this many labels of each input, the best ones."),
+    ] = None
 
 
 class ClassifyBody(TruncatingBody, kw_only=True):
-    """Texts, or pairs of texts, to label, as huggingface_hub asks for it."""
+    """Texts, or pairs of texts, to classify, as huggingface_hub sends them."""
 
     inputs: Inputs
-    parameters: Annotated[ClassifyParameters | None, Meta(description="How labels are written.")] = None
+    parameters: Annotated[
+        ClassifyParameters | None, Meta(description="Which labels are returned, and with which scores.")
+    ] = None
 
 
 class Rank(msgspec.Struct):
-    index: Annotated[int, Meta(description="Of the text, in the request.")]
+    index: Annotated[int, Meta(description="The index of the text in the request.")]
     score: float
     text: str | UnsetType = UNSET
 
@@ -234,8 +241,8 @@ def _parse_one(value: object, name: str, taken: str) -> tuple[str, ...]:
 RERANK = Operation(
     paths=("/rerank",),
     dialect=DIALECT,
-    summary="Put texts in order, in a bare list",
-    description="With `texts`, as TEI has it: the place and the score of each text, the most relevant first. For a "
+    summary="Rank texts, in a bare list",
+    description="With `texts`, as in TEI: returns the index and score of each text, the most relevant first. Needs a "
     "model that scores pairs.",
     body=RankBody,
     answer=list[Rank],
@@ -247,9 +254,9 @@ RERANK = Operation(
 PREDICT = Operation(
     paths=("/predict",),
     dialect=DIALECT,
-    summary="Label texts, or pairs of texts",
-    description="The labels of a text or a pair, the likeliest first, or a list of such lists. For a model that "
-    "classifies.",
+    summary="Classify texts, or pairs of texts",
+    description="Returns the labels of a text or a pair, the likeliest first, or a list of such lists. Needs a model "
+    "that classifies.",
     body=PredictBody,
     answer=list[Prediction | list[Prediction]],
     parse=parse_predict,
@@ -259,8 +266,8 @@ PREDICT = Operation(
 CLASSIFY = Operation(
     paths=("/predict",),
     dialect=DIALECT,
-    summary="Label texts, or pairs of texts",
-    description="With `parameters`: a list of the labels of each input, the likeliest first.",
+    summary="Classify texts, or pairs of texts",
+    description="With `parameters`: returns a list for each input, with its labels, the likeliest first.",
     body=ClassifyBody,
     answer=list[list[Prediction]],
     parse=parse_classify,
