@@ -100,7 +100,7 @@ def check_finite(rows: Rows, name_of: Callable[[int], str]) -> None:
     finite = np.isfinite(rows)
     if not finite.all():
         name = name_of(int(np.argmin(finite.all(axis=1))))
-        raise NonfiniteOutput(f"The model made a NaN or an infinity of {name}.", param=name)
+        raise NonfiniteOutput(f"The model returned a NaN or an infinity for {name}.", param=name)
 
 
 def json_rows(rows: Rows, row_format: RowFormat) -> Iterator[bytes]:

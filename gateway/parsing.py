@@ -147,7 +147,9 @@ def model_not_found(param: str | None = None) -> NotFound:
 def check_one_score(facts: ModelFacts) -> None:
     """Raises InvalidRequest (wrong_task) unless the model gives a pair exactly one score."""
     if facts.num_labels != 1:
-        raise wrong_task(f"gives a pair {facts.num_labels} scores, one a label; this route is for models that give one")
+        raise wrong_task(
+            f"gives a pair {facts.num_labels} scores, one for each label; this route needs a model that gives one"
+        )
 
 
 def check_texts(texts: list[object], name: str, purpose: str = "embed") -> list[str]:
@@ -259,7 +261,7 @@ def parse_prompt(
         raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one of them.", param=given[0])
     if not inputs.texts:
         if given:
-            raise InvalidRequest(f"{given[0]} goes before text; token ids are run as they are.", param=given[0])
+            raise InvalidRequest(f"{given[0]} is put before text, and cannot be used with token ids.", param=given[0])
         return ""
     if input_type is not None:
         prompt = next((facts.prompts[name] for name in _PROMPTS[input_type] if name in facts.prompts), "")
@@ -269,14 +271,14 @@ def parse_prompt(
             raise InvalidRequest("This model has no prompt of that name.", param="prompt_name")
         prompt = "" if name is None else facts.prompts[name]
     if prompt and truncation.direction == "left" and not facts.include_prompt:
-        raise unsupported(direction_name, "this model's prompt, which comes first, is not part of the vector")
+        raise unsupported(direction_name, "it would cut away the prompt, which this model's vectors leave out")
     return prompt
 
 
 def check_cut(truncation: TruncationRule, facts: ModelFacts, name: str) -> None:
     """Raises InvalidRequest (unsupported_parameter), naming a field, if the model's pairs cannot be cut that way."""
     if truncation.allowed and truncation.direction == "left" and facts.pair_template != OWN_PAIRS:
-        raise unsupported(name, "in this model's template a document is cut at its end only")
+        raise unsupported(name, "this model's template can cut a document only at its end")
 
 
 def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> EncodingFormat:
@@ -302,7 +304,7 @@ def check_dimensions(value: int | None, facts: ModelFacts, encoding: str, name: 
     dimensions = facts.dimensions if value is None else value
     _check_at_most(name, dimensions, facts.dimensions)
     if dimensions % 8 and encoding == "binary":
-        raise InvalidRequest(f"{name} must be a multiple of 8 where each is one bit, and is {dimensions}.", param=name)
+        raise InvalidRequest(f"{name} must be a multiple of 8 for vectors of bits, and is {dimensions}.", param=name)
     return dimensions
 
 
@@ -315,7 +317,7 @@ def check_normalize(value: bool | None, facts: ModelFacts, encoding: str) -> boo
     if encoding == "float32":
         return facts.normalize if value is None else value
     if value:
-        raise unsupported("normalize", f"{encoding} is made from the vector before any normalisation")
+        raise unsupported("normalize", f"{encoding} vectors are made before normalisation")
     return False
 
 
@@ -332,7 +334,7 @@ def too_many_inputs(name: str, number: int, limit: int, what: str = "inputs") ->
 
 
 def unsupported(name: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} asks for what cannot be done: {reason}.", param=name, code="unsupported_parameter")
+    return InvalidRequest(f"{name} is not supported here: {reason}.", param=name, code="unsupported_parameter")
 
 
 def wrong_task(reason: str) -> InvalidRequest:
@@ -355,9 +357,9 @@ def _check_body(body: Body, facts: ModelFacts, task: str | None) -> None:
         if not is_served(model, facts.name):
             raise model_not_found("model")
     if task is not None and task not in facts.tasks:
-        raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(facts.tasks)}")
+        raise wrong_task(f"{_LACKS[task]}; its tasks are: {', '.join(facts.tasks)}")
     if body.stream:
-        raise unsupported("stream", "what this route answers is not streamed")
+        raise unsupported("stream", "answers are not streamed")
 
 
 def _check_at_most(name: str, value: int, maximum: int) -> None:
@@ -394,4 +396,4 @@ def _good_ones(
 def _check_made(value: RowFormat, choices: Sequence[RowFormat], facts: ModelFacts, name: str) -> None:
     if ENCODINGS[value] not in facts.encodings:
         served = [choice for choice in choices if ENCODINGS[choice] in facts.encodings]
-        raise unsupported(name, f"this model does not make it; use one of: {', '.join(served)}")
+        raise unsupported(name, f"this model does not support it; use one of: {', '.join(served)}")

@@ -132,9 +132,7 @@ def _unknown_field(name: str, within: str = "") -> InvalidRequest:
         message = f"There is no field {place}. Check its spelling."
     else:
         place = within
-        message = (
-            f"{within} has a field whose name is not one we know." if within else "A field's name is not one we know."
-        )
+        message = f"{within} has an unknown field." if within else "The body has an unknown field."
     return InvalidRequest(message, param=place or None, code="unknown_field")
 
 

@@ -92,7 +92,7 @@ class KeyCheck:
         if text is not None:
             key = self._find(_digest(text))
             if key is None:
-                raise AuthenticationFailed("This key is not one of this server's.")
+                raise AuthenticationFailed("This server does not know this key.")
             return key
         if path in _LOOPBACK_PATHS and request.method in _READING and _is_from_this_host(request):
             return None
@@ -185,7 +185,7 @@ def _parse_line(line: bytes) -> Key | None:
         return None
     key, *options = (word.decode("latin-1") for word in words[:comment])
     if not (key.isascii() and key.isprintable()):
-        raise ValueError("a key is of printable ASCII characters without spaces, since clients can send no others")
+        raise ValueError("a key must consist of printable ASCII characters without spaces")
     if key.startswith(tuple(f"{name}=" for name in _OPTIONS)):
         raise ValueError(f"the key itself comes first, then {', '.join(_OPTIONS)}")
     values: dict[str, str] = {}
@@ -228,7 +228,7 @@ def _parse_tokens(text: str | None) -> int | None:
 def _check_new(value: bytes | str, lines: dict[bytes, int] | dict[str, int], number: int, what: str) -> None:
     first = lines.setdefault(value, number)  # type: ignore[arg-type]  # a dict and its value have the same type
     if first != number:
-        raise ValueError(f"this {what} is that of line {first}, too")
+        raise ValueError(f"this {what} is also on line {first}")
 
 
 def _digest(key: str) -> bytes:

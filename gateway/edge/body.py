@@ -50,7 +50,7 @@ async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: f
     expectation = request.headers.get("Expect")
     if expectation is not None:
         if expectation.lower() != "100-continue":
-            raise ExpectationFailed("Expect: only 100-continue is understood.")
+            raise ExpectationFailed("Expect may only be 100-continue.")
         if request.version >= HttpVersion11:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # the answer has not begun
@@ -111,7 +111,9 @@ def _check_media(request: web.BaseRequest) -> None:
     if media != JSON and not _is_json(media):
         raise UnsupportedMedia("Content-Type must be application/json, its charset utf-8 or left out.")
     if "Content-Encoding" in headers:
-        raise UnsupportedMedia("Content-Encoding is not supported: send the body plain.", code="unsupported_encoding")
+        raise UnsupportedMedia(
+            "Content-Encoding is not supported: send the body uncompressed.", code="unsupported_encoding"
+        )
 
 
 def _is_json(media: str) -> bool:

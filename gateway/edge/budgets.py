@@ -65,8 +65,7 @@ class Budgets:
             wait_ns = _wait_ns(owed_ns, _MINUTE_NS // key.tokens_per_minute)
             if wait_ns > 0:
                 raise RateLimited(
-                    f"This key may have {key.tokens_per_minute} tokens run a minute, and none of them are left. Try "
-                    "again later.",
+                    f"This key has {key.tokens_per_minute} tokens a minute, and none are left. Try again later.",
                     retry_after_s=wait_ns / 1e9,
                 )
 
@@ -87,8 +86,8 @@ class Budgets:
                 wait_ns = _wait_ns(owed_ns, cost_ns)
                 if wait_ns > 0:
                     raise RateLimited(
-                        f"This key may have {key.tokens_per_minute} tokens run a minute, and too few of them are left "
-                        f"for the {num_tokens} of this request. Try again later, or send less.",
+                        f"This key has {key.tokens_per_minute} tokens a minute, and too few are left for the "
+                        f"{num_tokens} of this request. Try again later, or send less.",
                         retry_after_s=wait_ns / 1e9,
                     )
                 os.pwrite(file, _RECORD.pack(self._boot_id, now_ns + owed_ns + cost_ns), 0)

@@ -388,7 +388,7 @@ class Connection(OpenHandler):
         self._refused = True
         self._server.num_refused += 1
         self._write_and_leave(
-            Unavailable("This gateway holds as many connections as it may. Try again.", retry_after_s=1)
+            Unavailable("This gateway has as many connections as it allows. Try again.", retry_after_s=1)
         )
         if self._server.num_refused > _MAX_LINGERING:
             self.force_close()

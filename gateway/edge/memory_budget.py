@@ -80,4 +80,6 @@ class RequestMemory:
 
 
 def _full() -> Overloaded:
-    return Overloaded("This gateway holds as many bytes as it may. Try again a little later.", retry_after_s=1)
+    return Overloaded(
+        "The requests in this gateway take all the memory that they may. Try again a little later.", retry_after_s=1
+    )

@@ -223,7 +223,7 @@ def render(
 def _parse_inputs(body: EmbedBody, max_inputs: int) -> Inputs:
     """The texts, from `texts` or from `inputs`."""
     if body.images is not None:
-        raise unsupported("images", "this server embeds text")
+        raise unsupported("images", "only text can be embedded")
     given = {name: value for name in ("texts", "inputs") if (value := getattr(body, name)) is not None}
     if len(given) > 1:
         raise InvalidRequest("texts and inputs exclude each other: send one of them.", param="inputs")
@@ -249,13 +249,13 @@ def _text_of(value: object, name: str) -> str:
         raise wrong_type(name, "an object whose only field is content, a list")
     content = value["content"]
     if len(content) != 1:
-        raise unsupported(f"{name}.content", "a vector is made of one text, so that it holds one part")
+        raise unsupported(f"{name}.content", "it must have exactly one part, a text")
     (part,) = content
     where = f"{name}.content[0]"
     if type(part) is not dict:
         raise wrong_type(where, "an object with a type")
     if part.get("type") != "text":
-        raise unsupported(f"{where}.type", "this server embeds text")
+        raise unsupported(f"{where}.type", "only text can be embedded")
     if part.keys() != {"type", "text"}:
         raise wrong_type(where, "an object with a type and a text, and nothing else")
     return check_text(part["text"], f"{where}.text")

@@ -90,7 +90,7 @@ def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> ParsedRequ
         InvalidRequest: the code and `param` say which field is wrong first.
     """
     if facts.separator_id is None:
-        raise wrong_task("has no token that stands between the chunks of a document; use /v1/embeddings")
+        raise wrong_task("has no separator token for the chunks of a document; use /v1/embeddings")
     encoding_format = check_encoding_format(body.encoding_format, facts)
     encoding = ENCODINGS[encoding_format]
     if body.truncate:

@@ -175,7 +175,7 @@ def _row_format(body: EmbeddingsBody, facts: ModelFacts) -> RowFormat:
     if body.encoding_format is None or body.encoding_format == dtype:
         return dtype
     raise InvalidRequest(
-        "With output_dtype, encoding_format is base64 or left out: the type is output_dtype's to say.",
+        "With output_dtype, encoding_format must be base64 or left out.",
         param="encoding_format",
     )
 
@@ -184,7 +184,7 @@ def _either(body: EmbeddingsBody, name: str, other: str) -> Any:  # noqa: ANN401
     """The value of one of two fields that mean the same."""
     value, also = getattr(body, name), getattr(body, other)
     if value is not None and also is not None:
-        raise InvalidRequest(f"{name} and {other} are the same: send one of them.", param=other)
+        raise InvalidRequest(f"{name} and {other} mean the same: send one of them.", param=other)
     return also if value is None else value
 
 

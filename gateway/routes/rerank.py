@@ -53,8 +53,8 @@ _DOCUMENTS_PER_SEARCH_UNIT = 100  # a unit in `billed_units`, as Cohere defines 
 
 # Cohere's fields that would change scores or results, and why each is refused. (`rank_fields` may be ["text"].)
 _UNSUPPORTED = {
-    "rank_fields": "of a document only its text is read",
-    "max_chunks_per_doc": "a document is one text; max_tokens_per_doc shortens it",
+    "rank_fields": "only the text of a document is read",
+    "max_chunks_per_doc": "documents are not split; max_tokens_per_doc shortens them",
     "relevant_spans": "a document is scored as a whole",
 }
 
@@ -199,8 +199,7 @@ def parse_score(body: ScoreBody, facts: ModelFacts, limits: Limits) -> ParsedReq
     second, second_lone = _parse_texts(body.text_2, "text_2", limits.max_inputs)
     if len(first) not in (1, len(second)):
         raise InvalidRequest(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text_1 for all of text_2, or as many of "
-            "the one as of the other.",
+            f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text_1, or the same number of both.",
             param="text_2",
         )
     query = "text_1" if first_lone or len(first) > 1 else "text_1[0]"
@@ -285,7 +284,7 @@ def _parse_truncation(body: PairsBody, facts: ModelFacts, default: Truncation) -
     asked = body.truncate
     if isinstance(body.truncation, bool):
         if asked is not None:
-            raise InvalidRequest("truncate and truncation are the same: send one of them.", param="truncation")
+            raise InvalidRequest("truncate and truncation mean the same: send one of them.", param="truncation")
         asked = body.truncation
     if asked is None:
         asked = default
@@ -297,13 +296,13 @@ def _parse_truncation(body: PairsBody, facts: ModelFacts, default: Truncation) -
 def _parse_top_n(body: RerankBody) -> int | None:
     given = {name: value for name in ("top_n", "top_k") if (value := getattr(body, name)) not in (None, UNSET)}
     if len(given) > 1:
-        raise InvalidRequest("top_n and top_k are the same: send one of them.", param="top_k")
+        raise InvalidRequest("top_n and top_k mean the same: send one of them.", param="top_k")
     if not given:
         return None
     ((name, value),) = given.items()
     if type(value) is not int or value < 1:
         raise InvalidRequest(
-            f"{name} must be a whole number from 1; more than there are documents means all of them.",
+            f"{name} must be a whole number of at least 1. If it exceeds the documents, all are returned.",
             param=name,
             code="out_of_range",
         )

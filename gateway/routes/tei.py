@@ -249,7 +249,7 @@ def render_sparse_rows(output: ModelOutput, *, name_of: NameOf) -> bytes:
         columns, values = read_sparse(row)
         if not np.isfinite(values).all():
             name = name_of(place)
-            raise NonfiniteOutput(f"The model made a NaN or an infinity of {name}.", param=name)
+            raise NonfiniteOutput(f"The model returned a NaN or an infinity for {name}.", param=name)
         pairs = zip(columns.tolist(), decimals(values), strict=True) if len(values) else ()
         rows.append(json_list(b'{"index":%d,"value":%b}' % pair for pair in pairs))
     return json_list(rows)

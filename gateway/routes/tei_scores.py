@@ -194,7 +194,7 @@ def _labels_asked(
     if facts.pair_template != OWN_PAIRS:
         for index, of_input in enumerate(texts.inputs):
             if len(of_input) == 1:
-                raise unsupported(texts.name_of(index), "this model scores pairs in its template, and no single text")
+                raise unsupported(texts.name_of(index), "this model scores only pairs")
     truncation = truncation_of(body.truncate, body.truncation_direction, limits)
     check_cut(truncation, facts, "truncation_direction")
     request = LabelsRequest(
@@ -232,7 +232,7 @@ def _parse_one(value: object, name: str, taken: str) -> tuple[str, ...]:
     texts = check_list(value, name, taken, purpose="label")
     if len(texts) > 2:
         raise InvalidRequest(
-            f"{name} holds {len(texts)} texts where one, or a pair, can be labelled. Send each in a list of its own.",
+            f"{name} has {len(texts)} texts; an input is one text or a pair. Send each input in a list of its own.",
             param=name,
         )
     return tuple(check_texts(texts, name, "label"))

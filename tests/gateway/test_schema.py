@@ -136,13 +136,13 @@ def refusal(fields: dict[str, object], body: type[msgspec.Struct] = Every) -> In
             {"inner": {"text": "a", "": 1}},
             "unknown_field",
             "inner",
-            "inner has a field whose name is not one we know.",
+            "inner has an unknown field.",
         ),
         (
             {"inner": {"text": "a", "z" * 65: 1}},
             "unknown_field",
             "inner",
-            "inner has a field whose name is not one we know.",
+            "inner has an unknown field.",
         ),
         (
             {"inner": {"text": "a", "$.flag": 1}},
@@ -151,9 +151,9 @@ def refusal(fields: dict[str, object], body: type[msgspec.Struct] = Every) -> In
             "There is no field inner.$.flag. Check its spelling.",
         ),
         ({"z": 1}, "unknown_field", "z", "There is no field z. Check its spelling."),
-        ({"": 1}, "unknown_field", None, "A field's name is not one we know."),
-        ({"z\n": 1}, "unknown_field", None, "A field's name is not one we know."),
-        ({"z" * 65: 1}, "unknown_field", None, "A field's name is not one we know."),
+        ({"": 1}, "unknown_field", None, "The body has an unknown field."),
+        ({"z\n": 1}, "unknown_field", None, "The body has an unknown field."),
+        ({"z" * 65: 1}, "unknown_field", None, "The body has an unknown field."),
     ],
     ids=repr,
 )
