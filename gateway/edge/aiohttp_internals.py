@@ -27,41 +27,9 @@ _STAND_IN = ERROR._replace(version=HttpVersion11)
 
 
 class OpenHandler(web.RequestHandler):
-    """aiohttp's handler of one connection, its private state under public names.
-
-    Args:
-        max_read_ahead: requests that are read while one runs; above it reading pauses until all have run.
-    """
+    """aiohttp's handler of one connection, with its private state under public names."""
 
     __slots__ = ()
-
-    def __init__(
-        self,
-        server: web.Server,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        max_read_ahead: int,
-        keepalive_timeout_s: float,
-        max_line_bytes: int,
-        max_field_bytes: int,
-        max_headers: int,
-        lingering_time_s: float,
-        body_buffer_bytes: int,
-    ) -> None:
-        super().__init__(
-            server,
-            loop=loop,
-            keepalive_timeout=keepalive_timeout_s,
-            access_log=None,  # type: ignore[arg-type]  # how aiohttp is told to keep none
-            max_line_size=max_line_bytes,
-            max_field_size=max_field_bytes,
-            max_headers=max_headers,
-            lingering_time=lingering_time_s,
-            read_bufsize=body_buffer_bytes,
-            auto_decompress=False,  # aiohttp makes an empty body of a gzip stream that was cut
-        )
-        self._max_msg_queue_size = max_read_ahead
-        self._msg_queue_resume_size = 0
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -101,6 +69,11 @@ class OpenHandler(web.RequestHandler):
     def is_request_coming(self) -> bool:
         """Whether a request has begun to arrive: then the end of the keep-alive time does not close the connection."""
         return False
+
+    def limit_read_ahead(self, num_requests: int) -> None:
+        """Pause reading when this many requests are queued, until all of them have begun to run."""
+        self._max_msg_queue_size = num_requests
+        self._msg_queue_resume_size = 0
 
     def take_no_more(self) -> None:
         """Drop whatever else arrives; the connection closes after the answer that is being written."""

@@ -185,15 +185,17 @@ class Connection(OpenHandler):
         limits = server.limits
         super().__init__(
             server,
-            loop,
-            max_read_ahead=_MAX_READ_AHEAD,
-            keepalive_timeout_s=limits.keepalive_timeout_s,
-            max_line_bytes=limits.max_target_bytes,
-            max_field_bytes=limits.max_header_line_bytes,
+            loop=loop,
+            keepalive_timeout=limits.keepalive_timeout_s,
+            access_log=None,  # type: ignore[arg-type]  # how aiohttp is told to keep none
+            max_line_size=limits.max_target_bytes,
+            max_field_size=limits.max_header_line_bytes,
             max_headers=limits.max_headers,
-            lingering_time_s=_LINGER_S,
-            body_buffer_bytes=_BODY_BUFFER_BYTES,
+            lingering_time=_LINGER_S,
+            read_bufsize=_BODY_BUFFER_BYTES,
+            auto_decompress=False,  # aiohttp makes an empty body of a gzip stream that was cut
         )
+        self.limit_read_ahead(_MAX_READ_AHEAD)
         self._server = server
         self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request
         self._partial_bytes = 0  # bytes of a header that is not complete yet

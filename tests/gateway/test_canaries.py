@@ -252,17 +252,7 @@ async def test_process_keepalive_is_what_the_timer_calls() -> None:
             return False
 
     def make() -> OpenHandler:
-        return Handler(
-            server,
-            asyncio.get_running_loop(),
-            max_read_ahead=2,
-            keepalive_timeout_s=0.01,
-            max_line_bytes=100,
-            max_field_bytes=100,
-            max_headers=5,
-            lingering_time_s=1,
-            body_buffer_bytes=64,
-        )
+        return Handler(server, loop=asyncio.get_running_loop(), keepalive_timeout=0.01)
 
     server = web.Server(Plain().handle)
     sock = listening_socket()
