@@ -87,8 +87,9 @@ from common.wire.messages import (
 from common.wire.packing import Replies, Requests
 from common.wire.transport import Dealer, Router, now_ns
 from gateway.ledger import Ledger
-from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, ModelOutput, read_request
+from gateway.model_requests import EmbeddingRequest, LocalRequest, ModelOutput
 from gateway.open_request import OpenRequest, Options
+from gateway.parsing import Limits, read_request
 from gateway.routes import openai
 from scheduler.state import Kill, Scheduler
 

@@ -77,7 +77,9 @@ class VersionMismatch(ProtocolError):
 class ServiceError(Exception):
     """A request cannot be answered. The text says what to change; it never carries user text or a path.
 
-    `param` names the field at fault (`input[3]`), `retry_after_s` is how long a client should wait.
+    `param` names the field at fault (`input[3]`). `sequence` is the index of the sequence at fault among those that
+    were submitted; the gateway makes a `param` of it, by the request's own names. `retry_after_s` is how long a client
+    should wait.
     """
 
     status: ClassVar[int] = 500
@@ -91,12 +93,14 @@ class ServiceError(Exception):
         *,
         code: str | None = None,
         param: str | None = None,
+        sequence: int | None = None,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code
         self.param = param
+        self.sequence = sequence
         self.retry_after_s = retry_after_s
 
 
@@ -251,6 +255,8 @@ _WIRE_CLASSES: dict[str, type[ServiceError]] = {
 }
 
 
-def from_wire(code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> ServiceError:
-    """The error that a `Failure` message stands for. An unknown code is a bug of ours: InternalError."""
-    return _WIRE_CLASSES.get(code, InternalError)(message, param=param, retry_after_s=retry_after_s)
+def from_wire(
+    code: str, message: str, *, sequence: int | None = None, retry_after_s: float | None = None
+) -> ServiceError:
+    """The error that a `Failure` message stands for; a code we do not know is our own bug."""
+    return _WIRE_CLASSES.get(code, InternalError)(message, sequence=sequence, retry_after_s=retry_after_s)

@@ -47,15 +47,16 @@ from gateway.edge.auth import KeyCheck, settle_lane
 from gateway.edge.body import BodyLimits, read_body
 from gateway.edge.connection_balancer import Acceptor, ConnectionCounts
 from gateway.edge.http import HttpLimits, Server
-from gateway.edge.memory_budget import Memory
+from gateway.edge.memory_budget import MemoryBudget
 from gateway.error_responses import JSON, error_headers, render_error
 from gateway.execute import Executor
 from gateway.formats import OCTETS, as_written, check_finite, json_list, prefers_octets
-from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, Matrix, Operation, ParsedRequest, read_fields
+from gateway.model_requests import EmbeddingRequest, LocalRequest, Matrix, ParsedRequest
 from gateway.models import Models, ServedModel
 from gateway.open_request import Rows
+from gateway.parsing import Limits, Operation, read_fields, unsupported
 from gateway.routes import operations, operations_by_path, pages
-from gateway.schema import Fields, parse_object, unsupported
+from gateway.schema import Fields, parse_object
 from gateway.status import Readiness
 from gateway.threads import JOIN_ON_LOOP, PARSE_ON_LOOP, RENDER_ON_LOOP, Threads
 from gateway.tokenizing import Model
@@ -109,7 +110,7 @@ class Gateway:
             config.header_timeout_s, config.keepalive_timeout_s, _max_connections(config), config.write_timeout_s
         )
         self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s, config.min_body_bytes_per_s)
-        self._memory = Memory(config.max_held_bytes)
+        self._memory = MemoryBudget(config.max_held_bytes)
         self._server_facts = operations.ServerFacts(config, http_limits, self._body_limits)
         self._server = Server(
             self._handle, http_limits, partial(self._count, "none"), partial(cors.answer_headers, self._origins)

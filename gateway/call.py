@@ -10,7 +10,7 @@ from common.config import GatewayConfig
 from common.errors import InvalidRequest
 from common.wire.transport import now_ns
 from gateway.edge.auth import Key
-from gateway.edge.memory_budget import Held
+from gateway.edge.memory_budget import RequestMemory
 from gateway.error_responses import request_id_of, server_timing
 from gateway.models import ServedModel
 from gateway.trace import RequestTrace
@@ -46,7 +46,7 @@ class Call:
         self.request_id = request_id_of(request.headers.get("X-Request-Id"))
         self.deadline_ns = 0
         self.fingerprint: str | None = None  # of the model, set when its work is submitted
-        self.held: Held  # the bytes that it holds; set when it is admitted
+        self.held: RequestMemory  # the bytes that it holds; set when it is admitted
         self.served: ServedModel  # the model that it means; set when its body is read
         self.key: Key | None = None
         self.closes = False  # whether its answer closes the connection

@@ -7,7 +7,6 @@ left out, and the others run again.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -34,9 +33,6 @@ from gateway.tokenizing import Model, TokenizedInputs, TokenizedPairs
 
 # How often a partial request may run again, each time without one more input that failed.
 _MAX_RERUNS = 64
-
-# How an error names a sequence: by its index among those submitted.
-_SEQUENCE = re.compile(r"input\[(\d+)\]")
 
 T = TypeVar("T")
 
@@ -103,7 +99,12 @@ class Executor:
         sequences = [document.ids for document in documents]
         num_tokens = self._charge(call, sequences)
         spans = [document.spans for document in documents]
-        embedded = await self._submit(call, model, request, sequences, spans=spans)
+        try:
+            embedded = await self._submit(call, model, request, sequences, spans=spans)
+        except ServiceError as error:
+            if error.sequence is not None:
+                error.param = request.name_of(error.sequence)
+            raise
         self._count_inputs(len(embedded.rows), num_tokens)
         return ModelOutput(embedded.rows, model.facts, num_tokens, call.request_id)
 
@@ -129,15 +130,14 @@ class Executor:
                     await self._submit(call, model, one, tokenized.sequences, spans=tokenized.spans) for one in runs
                 ]
             except ServiceError as error:
-                sequence = _sequence_of(error)
-                if sequence is None:
+                if error.sequence is None:
                     raise
-                error.param = request.inputs.name_of(tokenized.places[sequence])
+                error.param = request.inputs.name_of(tokenized.places[error.sequence])
                 if not request.partial or num_reruns >= _MAX_RERUNS:
                     raise
                 # The scheduler answers a request as a whole, so the other inputs run again. This is rare and costs the
                 # key nothing.
-                tokenized.drop({sequence: error.with_traceback(None)})
+                tokenized.drop({error.sequence: error.with_traceback(None)})
                 num_reruns += 1
 
     async def _score(
@@ -148,9 +148,8 @@ class Executor:
         try:
             embedded = await self._submit(call, model, request, pairs.sequences, type_starts=type_starts)
         except ServiceError as error:
-            sequence = _sequence_of(error)
-            if sequence is not None:
-                error.param = request.name_of(pairs.first_pairs[sequence])
+            if error.sequence is not None:
+                error.param = request.name_of(pairs.first_pairs[error.sequence])
             raise
         self._count_inputs(len(pairs.places), num_tokens)
         return ModelOutput(embedded.rows[pairs.places], model.facts, num_tokens, call.request_id)
@@ -213,9 +212,3 @@ async def _in_time(call: Call, tokenization: Awaitable[T]) -> T:
         raise DeadlineExceeded(
             "The deadline passed while the input was tokenized. Allow more time, or send less."
         ) from None
-
-
-def _sequence_of(error: ServiceError) -> int | None:
-    """The index, among those submitted, of the sequence that an error names; None if it names none."""
-    found = _SEQUENCE.fullmatch(error.param or "")
-    return None if found is None else int(found[1])

@@ -1,8 +1,7 @@
-"""How a client asks for vectors and scores and how they are written, on every route that answers with some. No I/O.
+"""The formats of vectors and scores, and how they are written, on every route that returns some. No I/O.
 
-`float` and `base64` are float32 whatever the model. The quantised formats are made, by a model that declares a
-quantiser, from the vector as it pools it, so they are the same whatever the checkpoint's own normalisation; asking for
-`normalize` with one of them is refused, since the answer would be no vector of unit length.
+`float` and `base64` are float32 for every model. The quantised formats need a model that declares a quantiser. They are
+made from the pooled vector before any normalisation, so `normalize` with one of them is refused.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ import numpy.typing as npt
 import orjson
 import pybase64
 
-from common.errors import InvalidRequest, NonfiniteOutput
-from common.wire.messages import ModelFacts
+from common.errors import NonfiniteOutput
 from gateway.open_request import Rows
-from gateway.schema import check_at_most, unsupported
 
 Logits = npt.NDArray[np.float32]  # [pairs], or [pairs, labels]
 
-# What `encoding_format` may be, for OpenAI's and Perplexity's clients.
+# The values of `encoding_format`, as OpenAI's and Perplexity's clients send it.
 EncodingFormat = Literal["float", "base64", "base64_int8", "base64_binary", "base64_ubinary"]
 
-# Numbers, as Cohere's and Voyage's clients name their types.
+# The types of a vector's numbers, as Cohere's and Voyage's clients name them.
 Dtype = Literal["float", "int8", "uint8", "binary", "ubinary"]
 
-# All ways to write a row: a Dtype is a list of numbers, the others are base64. The bits of `binary` and `ubinary` have
-# the first dimension in a byte's highest bit, and so has `base64_signed_binary`, which is `binary` in base64;
-# Perplexity's `base64_binary` has it in the lowest.
+# All ways to write a row: a Dtype is a list of numbers, the others are base64. `binary`, `ubinary` and
+# `base64_signed_binary` (`binary` in base64) have the first dimension in a byte's highest bit; Perplexity's
+# `base64_binary` has it in the lowest bit.
 RowFormat = Literal[
     "float",
     "base64",
@@ -46,7 +43,7 @@ RowFormat = Literal[
     "base64_signed_binary",
 ]
 
-# The encoding (of common/wire/rows.py) that a worker is asked for.
+# The encoding (see common/wire/rows.py) that the worker returns for each format.
 ENCODINGS: dict[RowFormat, str] = {
     "float": "float32",
     "base64": "float32",
@@ -61,7 +58,7 @@ ENCODINGS: dict[RowFormat, str] = {
     "base64_signed_binary": "binary",
 }
 
-# Each type's numbers in base64.
+# The format that writes a type's numbers in base64.
 IN_BASE64: dict[Dtype, RowFormat] = {
     "float": "base64",
     "int8": "base64_int8",
@@ -72,86 +69,45 @@ IN_BASE64: dict[Dtype, RowFormat] = {
 
 OCTETS = "application/octet-stream"
 
-_WEIGHT = re.compile(r"0(\.\d*)?|1(\.0*)?")  # of a media range: its `q`
+_WEIGHT = re.compile(r"0(\.\d*)?|1(\.0*)?")  # the `q` of a media range
 
-_OF_OPENAI: tuple[EncodingFormat, ...] = get_args(EncodingFormat)
 _NUMBERS: tuple[Dtype, ...] = get_args(Dtype)
 
-# From the first dimension in a byte's lowest bit, as rows come, to the first in its highest.
+# Rows have the first dimension in a byte's lowest bit; this table moves it to the highest.
 _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
-_HIGHEST_BIT = np.uint8(0x80)  # where it changes sides, 128 is added or taken away
+_HIGHEST_BIT = np.uint8(0x80)  # flipping it adds or subtracts 128
 
 
 def prefers_octets(accept: Sequence[str]) -> bool:
-    """Whether these `Accept` headers rank application/octet-stream above JSON, which is what is sent otherwise."""
-    if all(header == "*/*" for header in accept):  # as mostly
+    """Whether these `Accept` headers rank application/octet-stream above JSON, which is the default."""
+    if all(header == "*/*" for header in accept):  # the usual case
         return False
     weights = dict(_media_range(text) for header in accept for text in header.split(","))
 
     def weight_of(media_type: str) -> float:
-        # The most specific of the ranges that it is in counts.
+        # The most specific range that contains the type counts.
         ranges = (media_type, "application/*", "*/*")
         return next((weights[one] for one in ranges if one in weights), 0.0)
 
     return weight_of(OCTETS) > weight_of("application/json")
 
 
-def check_encoding_format(value: EncodingFormat | None, facts: ModelFacts) -> EncodingFormat:
-    """The format; `float` unless named. Raises InvalidRequest (unsupported_parameter) where the model lacks it."""
-    if value is None:
-        return "float"
-    _check_made(value, _OF_OPENAI, facts, "encoding_format")
-    return value
-
-
-def check_dtype(value: Dtype, facts: ModelFacts, name: str) -> Dtype:
-    """The type, asked for in a field of this name. Raises as `check_encoding_format` does."""
-    _check_made(value, _NUMBERS, facts, name)
-    return value
-
-
-def check_dimensions(value: int | None, facts: ModelFacts, encoding: str, name: str = "dimensions") -> int:
-    """How many, all of them unless a number was named.
-
-    Raises:
-        InvalidRequest: out_of_range; invalid_value where bits would not fill their bytes.
-    """
-    dimensions = facts.dimensions if value is None else value
-    check_at_most(name, dimensions, facts.dimensions)
-    if dimensions % 8 and encoding == "binary":
-        raise InvalidRequest(f"{name} must be a multiple of 8 where each is one bit, and is {dimensions}.", param=name)
-    return dimensions
-
-
-def check_normalize(value: bool | None, facts: ModelFacts, encoding: str) -> bool:
-    """As the checkpoint declares it, unless a client says.
-
-    Raises:
-        InvalidRequest: unsupported_parameter where a quantised vector is to be normalised.
-    """
-    if encoding == "float32":
-        return facts.normalize if value is None else value
-    if value:
-        raise unsupported("normalize", f"{encoding} is made from the vector before any normalisation")
-    return False
-
-
 def check_finite(rows: Rows, name_of: Callable[[int], str]) -> None:
-    """Raises NonfiniteOutput naming, as `name_of` does, the first row that holds a NaN or an infinity."""
+    """Raises NonfiniteOutput if a row has a NaN or an infinity; `name_of` names the first such row."""
     if rows.dtype.kind != "f":
         return
     finite = np.isfinite(rows)
     if not finite.all():
         name = name_of(int(np.argmin(finite.all(axis=1))))
-        raise NonfiniteOutput(f"The model made a NaN or an infinity of {name}.", param=name)
+        raise NonfiniteOutput(f"The model returned a NaN or an infinity for {name}.", param=name)
 
 
 def json_rows(rows: Rows, row_format: RowFormat) -> Iterator[bytes]:
-    """Each row, of the format's encoding, as JSON; floats as the shortest decimals that give float32 back.
+    """Write each row as JSON. Floats are the shortest decimals that parse to the same float32.
 
-    One row at a time: the JSON writer holds the interpreter's lock for a whole call, so that even on another thread
-    a large matrix at once would stop the event loop.
+    Rows are written one at a time, because the JSON writer holds the interpreter's lock during a call: a large matrix
+    in one call would stop the event loop, even from another thread.
     """
     rows = as_written(rows, row_format)
     if row_format in _NUMBERS:
@@ -165,10 +121,10 @@ def json_rows(rows: Rows, row_format: RowFormat) -> Iterator[bytes]:
 
 
 def list_pieces(elements: Iterable[bytes]) -> list[bytes]:
-    """A JSON list of these elements, in pieces to be joined with whatever stands around it.
+    """A JSON list of these elements, in pieces that the caller joins with the text around them.
 
-    Joining lets go of the interpreter's lock while it copies megabytes, and writing into b"[%b]" does not: the event
-    loop would stop for as long, on whichever thread an answer is made.
+    `bytes.join` releases the interpreter's lock while it copies megabytes, and formatting into b"[%b]" does not: that
+    would stop the event loop, even from another thread.
     """
     pieces = [b"["]
     for element in elements:
@@ -185,11 +141,11 @@ def json_list(elements: Iterable[bytes]) -> bytes:
 
 
 def scores_of(logits: Logits, activation: str, *, raw: bool) -> npt.NDArray[np.float32]:
-    """What clients read: float32 [pairs]. The sigmoid is computed in float64 and rounded once."""
+    """The scores that clients read: float32 [pairs]. The sigmoid is computed in float64 and rounded once."""
     if raw or activation == "identity":
         return logits
-    assert activation == "sigmoid", f"the worker told of an activation {activation!r}: this is a bug"
-    with np.errstate(over="ignore"):  # of exp(-logit): an infinity there is a score of 0
+    assert activation == "sigmoid", f"the worker declares an activation {activation!r}: this is a bug"
+    with np.errstate(over="ignore"):  # exp(-logit) may overflow to infinity, which gives a score of 0
         return (1 / (1 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
 
 
@@ -200,15 +156,15 @@ def probabilities_of(logits: Logits) -> npt.NDArray[np.float32]:
 
 
 def decimals(scores: npt.NDArray[np.float32]) -> list[bytes]:
-    """Each as the shortest decimal that gives float32 back."""
+    """Each score as the shortest decimal that parses to the same float32."""
     return orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
 
 
 def as_written(rows: Rows, row_format: RowFormat) -> Rows:
-    """The numbers that a format shows of rows of its encoding: the rows themselves unless it changes what bytes mean.
+    """Rows of a format's encoding, as the format writes their bytes; most formats leave them unchanged.
 
-    uint8 is int8 with 128 added. In `ubinary` the first of eight dimensions is a byte's highest bit, rather than its
-    lowest; `binary` is that with 128 taken away, so that both are what numpy.packbits and sentence-transformers make.
+    uint8 is int8 plus 128. `ubinary` moves the first of eight dimensions from a byte's lowest bit to its highest, and
+    `binary` is `ubinary` minus 128. Both are what numpy.packbits and sentence-transformers produce.
     """
     if row_format in ("uint8", "base64_uint8"):
         return rows.view(np.uint8) ^ _HIGHEST_BIT
@@ -220,7 +176,7 @@ def as_written(rows: Rows, row_format: RowFormat) -> Rows:
 
 
 def _media_range(text: str) -> tuple[str, float]:
-    """A media range of `Accept`, and its weight: 0 where that is no weight."""
+    """A media range of `Accept` and its weight, which is 0 if it is malformed."""
     media_range, *parameters = (part.strip().lower() for part in text.split(";"))
     weight = next((value.removeprefix("q=") for value in parameters if value.startswith("q=")), "1")
     return media_range, float(weight) if _WEIGHT.fullmatch(weight) else 0.0
@@ -228,9 +184,3 @@ def _media_range(text: str) -> tuple[str, float]:
 
 def _highest_bit_first(rows: Rows) -> npt.NDArray[np.uint8]:
     return np.frombuffer(rows.tobytes().translate(_REVERSED_BITS), dtype=np.uint8).reshape(rows.shape)
-
-
-def _check_made(value: RowFormat, choices: Sequence[RowFormat], facts: ModelFacts, name: str) -> None:
-    if ENCODINGS[value] not in facts.encodings:
-        served = [choice for choice in choices if ENCODINGS[choice] in facts.encodings]
-        raise unsupported(name, f"this model does not make it; use one of: {', '.join(served)}")

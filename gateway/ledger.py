@@ -391,7 +391,7 @@ class Ledger:
         error = from_wire(
             failure.code,
             failure.message,
-            param=None if failure.sequence is None else f"input[{piece.start + failure.sequence}]",
+            sequence=None if failure.sequence is None else piece.start + failure.sequence,
             retry_after_s=None if failure.retry_after_ms is None else failure.retry_after_ms / 1000,
         )
         piece.request.fail(self._spread(error) if isinstance(error, Overloaded) else error)
@@ -415,5 +415,5 @@ def _check_span_counts(span_counts: npt.NDArray[np.int32], most: int) -> None:
         sequence = int(np.argmax(span_counts > most))
         raise InvalidRequest(
             f"This input has {span_counts[sequence]} parts to embed; at most {most} are possible. Split it.",
-            param=f"input[{sequence}]",
+            sequence=sequence,
         )

@@ -21,7 +21,7 @@ from common.errors import InternalError, Overloaded, Unavailable
 from common.wire.messages import ModelFacts
 from common.wire.transport import now_ns
 from gateway.client import SchedulerClient
-from gateway.schema import is_served, model_not_found
+from gateway.parsing import is_served, model_not_found
 from gateway.status import Readiness, Status
 from gateway.threads import Threads
 from gateway.tokenizing import Model, RequestTokenizer

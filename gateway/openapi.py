@@ -1,7 +1,7 @@
-"""/openapi.json, made of the same types that read bodies and write answers. No I/O.
+"""/openapi.json, made from the types that parse bodies and write answers. No I/O.
 
-Nothing in it is written twice: paths and words are those of `routes`, fields and bounds those of the Structs. What an
-error may be is the same on every route (`common/errors.py`).
+Nothing in it is written twice: paths and descriptions come from `routes`, fields and bounds from the Structs. The
+possible errors are the same on every route (`common/errors.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.error_responses import ErrorBody
-from gateway.model_requests import Operation
+from gateway.parsing import Operation
 from gateway.routes import operations_by_path
 from gateway.routes.operations import Health, Info, ModelCard, ModelList, Ready
 from gateway.trace import STAGES, FollowedRequest
@@ -21,71 +21,70 @@ _Schemas = Mapping[Any, Mapping[str, object]]
 
 _REF_TEMPLATE = "#/components/schemas/{name}"
 
-# Statuses of a route that runs a model, and what a client should know of each.
+# The error statuses of a route that runs a model, and what each means.
 _FAILURES = {
-    400: "The body is not what the route takes; `param` says where, `message` what to change.",
-    401: "A key is needed, or is not one of this server's.",
-    403: "This key may not do that.",
+    400: "The body is wrong: `param` names the field, `message` says what to change.",
+    401: "The key is missing or unknown.",
+    403: "The key does not allow this.",
     404: "The model is not served here.",
-    405: "Another method is needed.",
+    405: "The route needs another method.",
     408: "The body did not arrive in time.",
-    413: "The body is too large, or comes in too many chunks; or no worker has memory for one of the inputs.",
+    413: "The body is too large or has too many chunks; or no worker has enough memory for an input.",
     414: "The target is too long.",
-    415: "Only plain JSON in UTF-8 is read.",
-    417: "Only `100-continue` is understood.",
-    429: "There is more work than the server takes on; `Retry-After` says when to try again.",
+    415: "The body must be uncompressed JSON in UTF-8.",
+    417: "`Expect` may only be `100-continue`.",
+    429: "The server is overloaded, or the key's tokens are used up; `Retry-After` says when to try again.",
     431: "The header is too large.",
     500: "The server failed.",
     503: "No worker is ready; `Retry-After` says when to try again.",
-    504: "The request's own deadline passed.",
-    505: "Neither HTTP/1.1 nor HTTP/1.0.",
+    504: "The request's deadline passed.",
+    505: "The HTTP version must be 1.1 or 1.0.",
 }
 
 _MODEL = {
     "name": "X-Model",
     "in": "header",
-    "description": "Of several models, the one that is meant where no body names one.",
+    "description": "The model to use, if several are served and the body names none.",
     "schema": {"type": "string"},
 }
 
-# What the header of a request may say.
+# The headers of a request.
 _PARAMETERS = [
     {
         "name": "X-Request-Timeout-Ms",
         "in": "header",
-        "description": "The request's deadline, in milliseconds from its arrival.",
+        "description": "The request's deadline, in milliseconds after its arrival.",
         "schema": {"type": "integer", "minimum": 1},
     },
     {
         "name": "X-Trace",
         "in": "header",
-        "description": "`1`: follow this request. The answer's `Server-Timing` then has every stage of its way through "
-        "gateway, scheduler and worker, and its `X-Trace` when each began. Anything else says nothing.",
+        "description": "`1` traces this request: the answer's `Server-Timing` lists each stage in gateway, scheduler "
+        "and worker, and its `X-Trace` says when each began. Other values are ignored.",
         "schema": {"type": "string"},
         "example": "1",
     },
     _MODEL,
 ]
 
-# What a GET is answered with: the path, its summary, the type of its answer, or the name of a kind of text, and its
-# other statuses.
+# The GET routes: path, summary, the type of the answer or its media type, and other statuses.
 _QUESTIONS: tuple[tuple[str, str, Any, Sequence[int]], ...] = (
-    ("/health", "Whether the gateway lives", Health, ()),
-    ("/ready", "Whether a worker of each model can serve; 503 with the reason where none can", Ready, (404,)),
-    ("/v1/models", "The models that are served", ModelList, (503,)),
-    ("/v1/models/{id}", "One of them by its name", ModelCard, (404, 503)),
-    ("/info", "Facts of the model, versions and limits", Info, (404,)),
-    ("/metrics", "Prometheus metrics of all processes together", "text/plain", ()),
+    ("/health", "Whether the gateway is alive", Health, ()),
+    ("/ready", "Whether each model has a ready worker; 503 with the reason if not", Ready, (404,)),
+    ("/v1/models", "List the models", ModelList, (503,)),
+    ("/v1/models/{id}", "Get a model by its name", ModelCard, (404, 503)),
+    ("/info", "Facts of the model, versions, and limits", Info, (404,)),
+    ("/metrics", "Prometheus metrics of all processes", "text/plain", ()),
     ("/openapi.json", "This document", dict[str, Any], ()),
-    ("/", "A page: what is served, how busy it is, and a place to try it", "text/html", ()),
-    ("/docs", "A page: this document, to read", "text/html", ()),
+    ("/", "A web page that shows the model and the load, and lets you try requests", "text/html", ()),
+    ("/docs", "A web page that shows this document", "text/html", ()),
 )
 
 
 def document(version: str) -> bytes:
     """The OpenAPI 3.1 document of this version of the server, as JSON."""
     types = _types()
-    # All at once: it takes milliseconds, and each gateway does it when it starts.
+    # One call for all types: it takes milliseconds, and every gateway makes it when it starts.
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, object]] = {}
@@ -99,8 +98,8 @@ def document(version: str) -> bytes:
             "info": {
                 "title": "Hedgerow",
                 "version": version,
-                "description": "Text embeddings and relevance scores. Clients of the dialects named here work by "
-                "their base URL alone.",
+                "description": "Text embeddings and relevance scores. Clients of the APIs named here need only a new "
+                "base URL.",
             },
             "paths": paths,
             "components": {
@@ -116,7 +115,7 @@ def document(version: str) -> bytes:
 
 
 def _types() -> list[Any]:
-    """Every type that the document names."""
+    """All types in the document."""
     types: list[Any] = [ErrorBody, FollowedRequest]
     types += [answer for _, _, answer, _ in _QUESTIONS if not isinstance(answer, str)]
     for operations in operations_by_path().values():
@@ -134,7 +133,7 @@ def _question(
     content: Mapping[str, object] = {answer: {}} if isinstance(answer, str) else _json_of([answer], schema_of)
     responses: dict[str, object] = {"200": {"description": "OK", "content": content}}
     if answer is Ready:
-        responses["503"] = {"description": "Not now; `Retry-After` says when to ask again.", "content": content}
+        responses["503"] = {"description": "Not ready; `Retry-After` says when to ask again.", "content": content}
     responses |= _failures((401, 405, *failures), schema_of)
     found: dict[str, object] = {"summary": summary, "tags": ["Operations"], "responses": responses}
     if answer in (Ready, Info):
@@ -160,15 +159,15 @@ def _operation(path: str, operations: Sequence[Operation[Any]], schema_of: _Sche
 
 
 def _headers(schema_of: _Schemas) -> dict[str, object]:
-    """What the header of an answer says of the request's way."""
+    """The headers of an answer that tell where the time went."""
     return {
         "Server-Timing": {
-            "description": "How many milliseconds each stage took: parse, tokenize, queue, step, render, total; of a "
-            f"request that was followed also what these leave out of {', '.join(STAGES)}.",
+            "description": "Milliseconds of each stage: parse, tokenize, queue, step, render, total; for a traced "
+            f"request also the others of {', '.join(STAGES)}.",
             "schema": {"type": "string"},
         },
         "X-Trace": {
-            "description": "Of a request that was followed, and that a model has run, when what happened to it.",
+            "description": "When each stage of a traced request began, if a model ran it.",
             "content": _json_of([FollowedRequest], schema_of),
         },
     }

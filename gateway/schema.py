@@ -1,13 +1,11 @@
-"""From a body's bytes to checked values: what every dialect's parser is built of. No I/O.
+"""How a body's type is declared, and from a body's bytes to that type. No I/O.
 
-A dialect declares its body as a msgspec Struct: the same fields, types and bounds check what comes in and make
-/openapi.json. What msgspec finds wrong is told in our own codes: a client's handler wants the field, the place in the
-list and the limit, and nobody's text may stand in an error. What depends on the model, and what msgspec's types cannot
-say (a list of texts or of token ids), a dialect checks by hand.
+A dialect declares its body as a msgspec Struct. The same fields, types and bounds check requests and make
+/openapi.json. msgspec's errors are translated into our own codes: a client needs the field, the place in the list and
+the limit, and an error must never quote the client's text. parsing.py checks what msgspec's types cannot express.
 
-The JSON itself is read by orjson, whose word on what is JSON has held so far (msgspec takes 1e999); the second pass
-costs a quarter of a microsecond. A field that is null counts as absent, unless a dialect says otherwise. Of a key that
-comes twice the last one wins.
+orjson parses the JSON, because msgspec accepts 1e999; the second pass over the body costs 0.25 µs. A field that is null
+counts as absent, unless a dialect says otherwise. If a key comes twice, the last one wins.
 """
 
 from __future__ import annotations
@@ -20,26 +18,17 @@ import msgspec
 import orjson
 from msgspec import UNSET, Meta, UnsetType
 
-from common.errors import InvalidRequest, NotFound
+from common.errors import InvalidRequest
 from common.lanes import Lane
-from common.wire.messages import ModelFacts
 
 Fields = dict[str, object]
 
-# A JSON parser gives a number above 64 bits as a float.
+# The JSON parser returns an integer of more than 64 bits as a float.
 _BEYOND_INTEGERS = 2.0**63
 
 _MAX_NAME_CHARS = 64
 
-# What a model that lacks a task does not do.
-_LACKS = {
-    "embed": "makes no embeddings",
-    "score": "gives texts no scores",
-    "sparse": "makes no sparse embeddings",
-    "tokens": "gives single tokens no embeddings",
-}
-
-# msgspec's names of what was expected, for people.
+# What an error calls each of msgspec's types.
 _WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -49,59 +38,62 @@ _WORDS = {
     "object": "an object",
 }
 
-_ORGANISATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/")
-# msgspec's messages. A place is made of our names, `[3]` and, in a mapping, `[...]`; what a client sent comes before.
+# msgspec's messages. A place consists of our field names, `[3]` and, in a mapping, `[...]`. It comes last; whatever
+# the message quotes from the client comes before it.
 _PLACE = r" - at `\$\.([\w.\[\]]+)`"
 _EXPECTED = re.compile(r"Expected `([\w |]+)`( [^`]+)?(?:, got `\w+`)?" + _PLACE)
 _MISSING = re.compile(rf"Object missing required field `(\w+)`(?:{_PLACE})?")
 _BAD_CHOICE = re.compile(r"Invalid enum value .*" + _PLACE, re.DOTALL)
 _UNKNOWN_INSIDE = re.compile(r"Object contains unknown field `(.*)`" + _PLACE, re.DOTALL)
 _OTHER = re.compile(r".*" + _PLACE, re.DOTALL)
-_STEP = re.compile(r"([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")  # of a place
+_STEP = re.compile(r"([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")  # one step of a place
 
-# The code of what is said after the type that was expected; a length is no number that was sent.
+# The error code by the first word after the expected type: "of length" and "matching regex". All else is a bound.
 _CODES = {"of": "invalid_type", "matching": "invalid_value"}
 
 _WHOLE_NUMBER = re.compile(r"-?\d+(?![\d.eE])")
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What any route of any dialect takes. Of the fields that clients send along, none can change an answer."""
+    """Fields that every route of every dialect accepts."""
 
     model: Annotated[
         str | UnsetType,
         Meta(
-            description="The served name, with or without its organisation; left out, the model that is served, of "
-            "several the one that `X-Model` names, or else the first.",
+            description="The model's name, with or without its organisation. By default the served model; with several "
+            "models the one that `X-Model` names, or the first.",
             extra_json_schema={"minLength": 1},
         ),
     ] = UNSET
     lane: Annotated[
         Lane | None,
         Meta(
-            description="Where to wait: each lane comes after those before it, but for a share of the time. Left out, "
-            "`score` for scores, else `online`."
+            description="The priority of the request: a lane waits for the lanes before it, and has a guaranteed share "
+            "of the time. By default `score` for scores, otherwise `online`."
         ),
     ] = None
     stream: Annotated[
-        bool | None, Meta(description="Nothing is streamed: only false.", extra_json_schema={"enum": [False, None]})
+        bool | None,
+        Meta(description="Must be false: answers are not streamed.", extra_json_schema={"enum": [False, None]}),
     ] = None
-    user: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="Says nothing here.")] = None
-    metadata: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    priority: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    request_id: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    timeout: Annotated[Any, Meta(description="Accepted and not read.")] = None
+    user: Annotated[
+        Annotated[str, Meta(max_length=256)] | None, Meta(description="Accepted for compatibility; ignored.")
+    ] = None
+    metadata: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    priority: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    request_id: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    timeout: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
 
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 
 def parse_object(body: bytes) -> Fields:
-    """The JSON object of a body.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        InvalidRequest: invalid_json, json_too_deep, invalid_unicode, out_of_range (a whole number that no float holds),
-            or invalid_type where it is not an object.
+        InvalidRequest: invalid_json, json_too_deep, invalid_unicode, out_of_range (a whole number too large for a
+            float), or invalid_type if it is not an object.
     """
     try:
         value = orjson.loads(body)
@@ -112,12 +104,12 @@ def parse_object(body: bytes) -> Fields:
     return value
 
 
-def typed(fields: Fields, body: type[B]) -> B:
-    """The fields of an object as the Struct that declares them.
+def parse_fields(fields: Fields, body: type[B]) -> B:
+    """Convert the fields of an object to the Struct that declares them.
 
     Raises:
-        InvalidRequest: unknown_field (a silently ignored `dimension` is a wrong vector), invalid_type, invalid_value or
-            out_of_range, naming the first field that is wrong.
+        InvalidRequest: unknown_field (ignoring a misspelt `dimension` would return a wrong vector), invalid_type,
+            invalid_value or out_of_range; it names the first wrong field.
     """
     known = body.__struct_encode_fields__
     for name in fields:
@@ -129,118 +121,26 @@ def typed(fields: Fields, body: type[B]) -> B:
         raise _mismatch(str(error), fields, body) from None
 
 
-def check_texts(texts: list[object], name: str, purpose: str = "embed") -> list[str]:
-    """The list, every member of it a string that is not empty; `purpose` is what an empty one is no use for.
-
-    Raises:
-        InvalidRequest: invalid_type or empty_input, naming the first bad one.
-    """
-    if set(map(type, texts)) == {str} and "" not in texts:
-        return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
-    for index, text in enumerate(texts):
-        check_text(text, f"{name}[{index}]", purpose)
-    raise AssertionError("no text is wrong: this is a bug")
-
-
-def check_text(text: object, name: str, purpose: str = "embed") -> str:
-    """The text. Raises InvalidRequest: invalid_type or empty_input where it is no string, or an empty one."""
-    if type(text) is not str:
-        raise wrong_type(name, "a string")
-    if not text:
-        raise empty_input(name, purpose)
-    return text
-
-
-def check_body(body: Body, facts: ModelFacts, task: str | None) -> None:
-    """Pass where the model that is served is the one that is meant and does what is asked of it; any does no task.
-
-    Raises:
-        NotFound: model_not_found.
-        InvalidRequest: missing_field; wrong_task, see ModelFacts.tasks; unsupported_parameter of a stream.
-    """
-    model = body.model
-    if isinstance(model, str):
-        if not model:
-            raise InvalidRequest(
-                "model is empty; leave it out to use the one served.", param="model", code="missing_field"
-            )
-        if not is_served(model, facts.name):
-            raise model_not_found("model")
-    if task is not None and task not in facts.tasks:
-        raise wrong_task(f"{_LACKS[task]}; what it does is: {', '.join(facts.tasks)}")
-    if body.stream:
-        raise unsupported("stream", "what this route answers is not streamed")
-
-
-def check_one_score(facts: ModelFacts) -> None:
-    """Raises InvalidRequest (wrong_task) for a model that gives a pair several scores, or none."""
-    if facts.num_labels != 1:
-        raise wrong_task(f"gives a pair {facts.num_labels} scores, one a label; this route is for models that give one")
-
-
-def check_at_most(name: str, value: int, maximum: int) -> None:
-    """Raises InvalidRequest (out_of_range) for a value above what the model allows."""
-    if value > maximum:
-        raise InvalidRequest(f"{name} must be from 1 to {maximum}.", param=name, code="out_of_range")
-
-
-def is_served(model: str, name: str) -> bool:
-    """Whether a client that asks for `model` means the model served as `name`.
-
-    The organisation before the slash may be left out or added: clients carry hub ids about.
-    """
-    if model == name:
-        return True
-    if "/" in name:
-        return model == name.rpartition("/")[2]
-    return model.endswith("/" + name) and _ORGANISATION.fullmatch(model[: -len(name)]) is not None
-
-
-def model_not_found(param: str | None = None) -> NotFound:
-    return NotFound("This model is not served here; GET /v1/models lists what is.", param=param, code="model_not_found")
-
-
-def empty_input(name: str, purpose: str = "embed") -> InvalidRequest:
-    return InvalidRequest(f"{name} is empty: there is nothing to {purpose}.", param=name, code="empty_input")
-
-
-def too_many_inputs(name: str, number: int, limit: int, what: str = "inputs") -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} has {number} {what}; at most {limit} fit into one request. Send several requests.",
-        param=name,
-        code="too_many_inputs",
-    )
-
-
-def unsupported(name: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} asks for what cannot be done: {reason}.", param=name, code="unsupported_parameter")
-
-
-def wrong_task(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"This model {reason}.", param="model", code="wrong_task")
-
-
 def wrong_type(name: str, wanted: str) -> InvalidRequest:
     return InvalidRequest(f"{name} must be {wanted}.", param=name, code="invalid_type")
 
 
 def _unknown_field(name: str, within: str = "") -> InvalidRequest:
-    """A field of the object at the place `within`, "" for the body itself. A name that nobody meant is not shown."""
+    """The error for an unknown field of the object at `within` ("" is the body). A name is shown only if it is short
+    and printable."""
     if name.isprintable() and 0 < len(name) <= _MAX_NAME_CHARS:
         place = f"{within}.{name}" if within else name
         message = f"There is no field {place}. Check its spelling."
     else:
         place = within
-        message = (
-            f"{within} has a field whose name is not one we know." if within else "A field's name is not one we know."
-        )
+        message = f"{within} has an unknown field." if within else "The body has an unknown field."
     return InvalidRequest(message, param=place or None, code="unknown_field")
 
 
 def _mismatch(message: str, fields: Fields, body: type[msgspec.Struct]) -> InvalidRequest:
-    """msgspec's message in our codes. It may quote the client, so that nothing of it but types and bounds is passed on.
+    """Translate msgspec's message into our codes. It may quote the client, so only types and bounds are passed on.
 
-    Its words are those of the msgspec that pyproject.toml asks for; tests/gateway/test_schema.py has each of them.
+    tests/gateway/test_canaries.py fails when a release of msgspec changes these messages.
     """
     if found := _MISSING.fullmatch(message):
         name = f"{found[2]}.{found[1]}" if found[2] else found[1]
@@ -271,7 +171,7 @@ def _words(types: str) -> str:
 
 
 def _value_at(fields: Fields, place: str) -> object:
-    """What a client sent there; None in a mapping, whose keys a place does not name."""
+    """The value that the client sent at a place; None inside a mapping, since a place does not name its keys."""
     value: Any = fields
     for name, index in _STEP.findall(place):
         if index == "...":
@@ -281,7 +181,7 @@ def _value_at(fields: Fields, place: str) -> object:
 
 
 def _choices(body: type[msgspec.Struct], place: str) -> list[str]:
-    """The values that a field allows, in order."""
+    """The values that a field allows, sorted."""
     annotation: Any = body
     for name, _ in _STEP.findall(place):
         if name:
@@ -292,13 +192,13 @@ def _choices(body: type[msgspec.Struct], place: str) -> list[str]:
 
 
 def _leaves(annotation: object) -> list[object]:
-    """The types and values that a type is made of: of `list[Item] | Literal["a"] | None` Item, "a" and None's type."""
+    """The types and values inside a type: Item, "a" and NoneType for `list[Item] | Literal["a"] | None`."""
     arguments = get_args(annotation)
     return [leaf for argument in arguments for leaf in _leaves(argument)] if arguments else [annotation]
 
 
 def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:
-    """The parser's message in our codes. It never quotes the body; the position it names is of use."""
+    """Translate orjson's message into our codes. It never quotes the body, and its position helps the client."""
     if "surrogate in string" in error.msg:
         return InvalidRequest(
             f"The body holds half of a surrogate pair at character {error.pos}: send whole characters.",
@@ -307,25 +207,6 @@ def _refusal_of(error: orjson.JSONDecodeError) -> InvalidRequest:
     if "depth limit" in error.msg:
         return InvalidRequest("The body is nested too deep.", code="json_too_deep")
     if "infinity" in error.msg and _WHOLE_NUMBER.match(error.doc, error.pos):
-        # JSON's grammar bounds no number; one with a fraction or an exponent that no float holds is another matter.
+        # JSON itself has no largest integer, so this is valid JSON out of range; 1e999 is reported as invalid JSON.
         return InvalidRequest(f"The whole number at character {error.pos} is too large.", code="out_of_range")
     return InvalidRequest(f"The body is not JSON in UTF-8: {error.msg} (character {error.pos}).", code="invalid_json")
-
-
-def check_list(
-    value: object, name: str, wanted: str, maximum: int | None = None, purpose: str = "embed", noun: str = "inputs"
-) -> list[Any]:
-    """The value of the field `name`: a list that is not empty and has at most `maximum` members, which are `noun`.
-
-    `wanted` is what the field takes, and `purpose` what an empty list is no use for.
-
-    Raises:
-        InvalidRequest: invalid_type, empty_input or too_many_inputs.
-    """
-    if type(value) is not list:
-        raise wrong_type(name, wanted)
-    if not value:
-        raise empty_input(name, purpose)
-    if maximum is not None and len(value) > maximum:
-        raise too_many_inputs(name, len(value), maximum, noun)
-    return value

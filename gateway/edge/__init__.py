@@ -1,1 +1,1 @@
-"""What a gateway does with a connection before and after a request: limits, keys, memory, CORS."""
+"""The gateway's handling of connections, before and after a request: HTTP, limits, keys, memory, CORS."""

@@ -1,13 +1,14 @@
-"""Who may ask, and in which lane: deny by default.
+"""API keys: which requests need one, and in which lane a key's requests may run. Deny by default.
 
-With keys on, what needs none is listed here: what tells that the server lives, and, from this host alone, what its
-operator looks at. Everything else needs a key, also a path that does not exist, so that nobody without one learns which
-do.
+With keys on, only the paths listed here are open: the health of the server to everyone, and what its operator looks at
+to this host alone. Every other path needs a key, even one that does not exist, so that only clients with a key learn
+which paths exist.
 
-Keys come from a file, one a line, and from HEDGEROW_API_KEY. They are held as SHA-256 digests: of one length whatever
-was sent, and bytes, since `compare_digest` refuses text that is not ASCII. A request's digest is compared with every
-key's, without an early end. A dictionary by digest would be quicker, and what its timing tells of a digest is of no
-known use; yet the loop needs no such argument, and 100 keys take 8 µs. It is why the number of keys is bounded.
+Keys come from a file, one a line, and from HEDGEROW_API_KEY. They are kept as SHA-256 digests, which all have one
+length and are bytes (`compare_digest` rejects text that is not ASCII). A request's digest is compared with every key's,
+without stopping at a match, so that timing reveals nothing. A dictionary by digest would be faster, and no attack on
+its timing is known; but comparing 100 keys takes only 8 µs and needs no such argument. It is why the number of keys is
+limited.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from common.errors import EX_CONFIG, AuthenticationFailed, Forbidden
 from common.lanes import BACKFILL, ONLINE
 
 if TYPE_CHECKING:
-    from aiohttp import web  # `hedgerow serve` looks at a file of keys by this module, without half a second of imports
+    from aiohttp import (
+        web,
+    )  # `hedgerow serve` checks a file of keys with this module, and must not wait half a second for imports
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _LOOPBACK_PATHS = frozenset({"/metrics", "/docs", "/openapi.json", "/"})  # open to this host alone
-_READING = frozenset({"GET", "HEAD"})  # what is open is so to be read: work that is posted to / needs the key
+_READING = frozenset({"GET", "HEAD"})  # open paths may only be read: a POST to / needs a key
 
 _PROXY_HEADERS = frozenset({"forwarded", "via", "x-real-ip"})
 _THIS_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
@@ -44,21 +47,21 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class KeysRefused(Exception):
-    """A file of keys cannot be used; the text says what to change, and holds no key."""
+    """A file of keys cannot be used. The text says what to change, and contains no key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key that this server knows, and what its requests may do."""
+    """A key of this server, and what its requests may do."""
 
     digest: bytes  # SHA-256 of the key
-    name: str | None = None  # under which its tokens are counted
-    lane: str = ONLINE  # the best that its requests may run in
+    name: str | None = None  # its name in the metric that counts tokens
+    lane: str = "online"  # the best lane that its requests may run in
     tokens_per_minute: int | None = None
 
     @property
     def tenant(self) -> int:
-        """A number that is this key's alone, for who has to tell keys apart and no more; never 0."""
+        """A number that stands for this key where keys only have to be told apart; never 0."""
         return int.from_bytes(self.digest[:8]) >> 1 or 1
 
     @classmethod
@@ -67,17 +70,17 @@ class Key:
 
 
 class KeyCheck:
-    """Lets through what brings a key; without any key set, everything."""
+    """Lets a request in if it brings a known key, or if there are no keys."""
 
     def __init__(self, keys: Sequence[Key] = ()) -> None:
         self._keys = tuple(keys)
 
     def replace(self, keys: Sequence[Key]) -> None:
-        """From the next request on these keys hold. Requests that were let in run on as they are."""
+        """Use these keys from the next request on. Requests that run already are not affected."""
         self._keys = tuple(keys)
 
     def check(self, request: web.BaseRequest, path: str) -> Key | None:
-        """The key of a request; None where none is needed.
+        """The key of a request; None if it needs none.
 
         Raises:
             AuthenticationFailed: missing_api_key or invalid_api_key.
@@ -88,7 +91,7 @@ class KeyCheck:
         if text is not None:
             key = self._find(_digest(text))
             if key is None:
-                raise AuthenticationFailed("This key is not one of this server's.")
+                raise AuthenticationFailed("This server does not know this key.")
             return key
         if path in _LOOPBACK_PATHS and request.method in _READING and _is_from_this_host(request):
             return None
@@ -100,15 +103,15 @@ class KeyCheck:
         found = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key  # and on: where in the list it stood must not show
+                found = key  # no early end: timing must not show its place in the list
         return found
 
 
 def settle_lane(key: Key | None, asked: str | None, usual: str) -> str:
-    """The lane that a request runs in: the one that it asked for, or else its kind's usual one.
+    """The lane that a request runs in: the one that it asks for, or else the usual one of its kind.
 
     Raises:
-        Forbidden: its key may not.
+        Forbidden: its key does not allow that lane.
     """
     if key is None or key.lane == ONLINE:
         return asked or usual
@@ -120,10 +123,10 @@ def settle_lane(key: Key | None, asked: str | None, usual: str) -> str:
 
 
 def known_keys(path: str, lone_key: str | None) -> tuple[Key, ...]:
-    """The keys of a file ("" for none), and one more beside them.
+    """The keys of a file ("" for no file), and `lone_key`, if any.
 
     Raises:
-        KeysRefused: the file cannot be read, can be read by others, or has a line that is not understood.
+        KeysRefused: the file cannot be read, is open to other users, or has a malformed line.
     """
     keys = _parse_keys(path, _read(path)) if path else []
     if lone_key is not None and _digest(lone_key) not in {key.digest for key in keys}:
@@ -133,7 +136,7 @@ def known_keys(path: str, lone_key: str | None) -> tuple[Key, ...]:
 
 def _read(path: str) -> bytes:
     try:
-        # Without waiting, should it be a pipe; what is looked at is what is read.
+        # O_NONBLOCK: opening a pipe must not wait. fstat checks the same file that is read.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
@@ -174,14 +177,14 @@ def _parse_keys(path: str, data: bytes) -> list[Key]:
 
 
 def _parse_line(line: bytes) -> Key | None:
-    """The key of a line; None for an empty one or a comment. Raises ValueError, which never quotes the line."""
+    """The key of a line; None for an empty line or a comment. Raises ValueError, which never quotes the line."""
     words = line.split()
     comment = next((index for index, word in enumerate(words) if word.startswith(b"#")), len(words))
     if comment == 0:
         return None
     key, *options = (word.decode("latin-1") for word in words[:comment])
     if not (key.isascii() and key.isprintable()):
-        raise ValueError("a key is of printable ASCII characters without spaces, since clients can send no others")
+        raise ValueError("a key must consist of printable ASCII characters without spaces")
     if key.startswith(tuple(f"{name}=" for name in _OPTIONS)):
         raise ValueError(f"the key itself comes first, then {', '.join(_OPTIONS)}")
     values: dict[str, str] = {}
@@ -215,16 +218,16 @@ def _parse_lane(text: str) -> str:
 def _parse_tokens(text: str | None) -> int | None:
     if text is None:
         return None
-    # By length first: int() refuses thousands of digits.
+    # The length is checked first, because int() refuses thousands of digits.
     if not text.isdecimal() or len(text) > 13 or not 1 <= int(text) <= _MAX_TOKENS_PER_MINUTE:
         raise ValueError(f"tokens_per_minute= needs a whole number from 1 to {_MAX_TOKENS_PER_MINUTE}")
     return int(text)
 
 
 def _check_new(value: bytes | str, lines: dict[bytes, int] | dict[str, int], number: int, what: str) -> None:
-    first = lines.setdefault(value, number)  # type: ignore[arg-type]  # each with values of its own type
+    first = lines.setdefault(value, number)  # type: ignore[arg-type]  # a dict and its value have the same type
     if first != number:
-        raise ValueError(f"this {what} is that of line {first}, too")
+        raise ValueError(f"this {what} is also on line {first}")
 
 
 def _digest(key: str) -> bytes:
@@ -232,7 +235,7 @@ def _digest(key: str) -> bytes:
 
 
 def _key_of(request: web.BaseRequest) -> str | None:
-    """The key that a request brings, None for none; what is no key at all is a wrong one."""
+    """The key that a request brings; None for none, and "" for a malformed header, which no key matches."""
     given = request.headers.getall("Authorization", [])
     if not given:
         given = request.headers.getall("x-api-key", [])
@@ -242,16 +245,16 @@ def _key_of(request: web.BaseRequest) -> str | None:
 
 
 def _is_from_this_host(request: web.BaseRequest) -> bool:
-    """Whether the request comes from this host, and neither through a proxy nor for a page of another server."""
+    """Whether a request comes from this host, and neither through a proxy nor from a page of another server."""
     if request.remote is None or not ip_address(request.remote).is_loopback:
         return False
-    # A proxy on this host speaks for others.
+    # A proxy on this host forwards requests of other hosts.
     if any(name.lower() in _PROXY_HEADERS or name.lower().startswith("x-forwarded-") for name in request.headers):
         return False
-    # Another name for this host is what a page has whose own name was made to point here (DNS rebinding): to the
-    # browser this server is then the page's own.
+    # A page whose own name was made to point to this host (DNS rebinding) sends that name: its browser takes this
+    # server for the page's own.
     hosts = request.headers.getall("Host", [])
-    if not hosts:  # an HTTP/1.0 request's alone: of others the parser refuses it
+    if not hosts:  # only an HTTP/1.0 request: the parser refuses others without Host
         return "Origin" not in request.headers
     if len(hosts) != 1 or not _THIS_HOST.fullmatch(hosts[0]):
         return False
@@ -259,7 +262,7 @@ def _is_from_this_host(request: web.BaseRequest) -> bool:
 
 
 def main() -> int:
-    """`python -m gateway.auth FILE`: whether these keys can be used."""
+    """`python -m gateway.edge.auth FILE`: check whether a file of keys can be used."""
     try:
         known_keys(sys.argv[1], None)
     except KeysRefused as error:

@@ -1,6 +1,6 @@
-"""Reading a request's body: only JSON in UTF-8, plain, within a size, a number of chunks, a time and at a pace.
+"""Reads a request's body: plain JSON in UTF-8, with limits on size, number of chunks, time and pace.
 
-What all of them together may hold is bounded in memory.py, which is told of each byte before it is held.
+memory_budget.py bounds all bodies together; it is told a body's size before its bytes are kept.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from aiohttp import HttpVersion11, StreamReader, web
 from common.errors import BadRequest, ExpectationFailed, RequestTimeout, TooLarge, UnsupportedMedia
 from gateway.error_responses import JSON
 
-_MAX_CHUNKS = 65_536  # of one body: each costs far more than its bytes
+_MAX_CHUNKS = 65_536  # of one body: a chunk costs far more than its bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     max_bytes: int
     timeout_s: float
-    # The slowest that a client may send. One that falls `pace_window_s` behind has failed, and so has one that sends
-    # nothing for so long: what it sent faster before does not count.
+    # The slowest pace of a client. A body fails when it is `pace_window_s` behind this pace, or when nothing arrives
+    # for that time: bytes that came faster earlier are no credit.
     min_bytes_per_s: float = 8192.0
     pace_window_s: float = 5.0
     max_chunks: int = _MAX_CHUNKS
 
 
-GrowTo = Callable[[int], None]  # to be told how many bytes a body has
+GrowTo = Callable[[int], None]  # called with the number of bytes that a body has
 
 
 async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: float, grow_to: GrowTo) -> bytes:
-    """The body of a JSON request, whole, before `remaining_s` is over; `grow_to` is told its size before it is held.
+    """Read the whole body of a JSON request within `remaining_s`; `grow_to` is told its size before bytes are kept.
 
     Raises:
-        Overloaded: by `grow_to`; the rest is not read.
-        UnsupportedMedia: it is not declared as JSON in UTF-8, or is encoded in any way.
-        TooLarge: more than `limits.max_bytes`, or too many chunks; the rest is not read.
-        ExpectationFailed: `Expect` asks for anything but 100-continue.
-        RequestTimeout: it was not there in time, or came too slowly.
-        BadRequest: its chunks are malformed.
+        Overloaded: raised by `grow_to`; the rest is not read.
+        UnsupportedMedia: the body is not declared as JSON in UTF-8, or it is compressed.
+        TooLarge: it has more than `limits.max_bytes`, or too many chunks; the rest is not read.
+        ExpectationFailed: `Expect` asks for something other than 100-continue.
+        RequestTimeout: the body arrived too late or too slowly.
+        BadRequest: the chunks are malformed.
     """
     _check_media(request)
     declared = request.content_length
@@ -50,7 +50,7 @@ async def read_body(request: web.BaseRequest, limits: BodyLimits, remaining_s: f
     expectation = request.headers.get("Expect")
     if expectation is not None:
         if expectation.lower() != "100-continue":
-            raise ExpectationFailed("Expect: only 100-continue is understood.")
+            raise ExpectationFailed("Expect may only be 100-continue.")
         if request.version >= HttpVersion11:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # the answer has not begun
@@ -70,13 +70,13 @@ async def _read_stream(
     loop = asyncio.get_running_loop()
     begin_s = loop.time()
     end_s = begin_s + timeout_s
-    late_s = begin_s + limits.pace_window_s  # when the client is too slow, should nothing more come
+    late_s = begin_s + limits.pace_window_s  # when the client is too slow, if nothing more arrives
     body = bytearray()
     num_paced = num_chunks = 0
     try:
         async with asyncio.timeout_at(end_s) as timeout:
             while True:
-                if len(body) == content.total_bytes:  # the next read waits, unless this is the end
+                if len(body) == content.total_bytes:  # the next read waits, unless the body has ended
                     sent_s = (len(body) - num_paced) / limits.min_bytes_per_s
                     late_s = min(late_s + sent_s, loop.time() + limits.pace_window_s)
                     num_paced = len(body)
@@ -111,7 +111,9 @@ def _check_media(request: web.BaseRequest) -> None:
     if media != JSON and not _is_json(media):
         raise UnsupportedMedia("Content-Type must be application/json, its charset utf-8 or left out.")
     if "Content-Encoding" in headers:
-        raise UnsupportedMedia("Content-Encoding is not supported: send the body plain.", code="unsupported_encoding")
+        raise UnsupportedMedia(
+            "Content-Encoding is not supported: send the body uncompressed.", code="unsupported_encoding"
+        )
 
 
 def _is_json(media: str) -> bool:

@@ -1,20 +1,17 @@
-"""How many tokens a minute a key may have run: a token bucket each, shared by all gateways of a suite.
+"""Tokens per minute for each key: a token bucket, shared by all gateways of a suite.
 
-A bucket holds one minute's worth and fills continuously. What is kept of it is one number, the time at which it will be
-full again: a charge moves that time on by what the tokens take to flow back, and a time in the past means a full
-bucket. (The same rule as counting tokens, with a single number that needs no refilling.) Times are CLOCK_MONOTONIC,
-which all processes of a host share; since it begins anew with the host, the number is kept with the boot that it
-belongs to.
+A bucket holds one minute's tokens and fills continuously. It is stored as one number, the time when it will be full
+again. A charge moves that time later; a time in the past means a full bucket. Times are CLOCK_MONOTONIC, which all
+processes of a host share. That clock restarts with the host, so the number is stored with the id of its boot.
 
-A request of more than a minute's worth finds room when the bucket is full, and leaves it owing: else it would be
-refused for ever. A request is charged when its tokens are known, whatever becomes of it then.
+A request of more than a minute's tokens is accepted when the bucket is full, and puts it in debt; otherwise it could
+never run. A request is charged when its tokens are counted, even if it fails later.
 
-The number lies in the run folder, a file a key, opened for each charge and locked: no descriptor, slot or mapping to
-look after, whichever gateway restarts, and 7 µs a request. A look at it before, at 6 µs, spares the work of tokenizing
-for a key that has nothing left. A gateway that was stopped in that moment must not stop the
-others: they try for `lock_timeout_s`, doing nothing else, then go on without the lock; at worst a charge is lost.
-Where the file cannot be used at all (a full disk, a folder that is no longer ours) requests run uncharged, and the log
-says so: budgets are there to share a server, and a server that refuses everybody shares nothing.
+Each key has one file in the run folder, which is opened and locked for each charge. So there is nothing to clean up
+when a gateway restarts, and a charge costs 7 µs. `check` costs 6 µs and avoids tokenizing for a key that has no tokens
+left. A gateway that is stopped while it holds the lock must not stop the others: they busy-wait for `lock_timeout_s`
+and then go on without the lock. At worst a charge is lost. If the file cannot be used (a full disk, or a folder that
+belongs to another user), requests run uncharged and the log says so: refusing every request would be worse.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from gateway.edge.auth import Key
 logger = logging.getLogger(__name__)
 
 _MINUTE_NS = 60_000_000_000
-_RECORD = struct.Struct("<36sq")  # the boot's id; when the bucket is full again
+_RECORD = struct.Struct("<36sq")  # the boot's id, and when the bucket is full again
 
 
 class Budgets:
@@ -45,15 +42,15 @@ class Budgets:
         self._lock_timeout_s = lock_timeout_s
         self._folder = RunDir(run_dir).budgets
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()[:36]
-        self._unkept: set[bytes] = set()  # digests of keys whose files cannot be used, as the log has said
+        self._unkept: set[bytes] = set()  # digests of keys whose files cannot be used; the log has said so
 
     def check(self, key: Key, now_ns: int) -> None:
-        """Pass where at least one token is left, before anything is done to learn how many are needed.
+        """Check that at least one token is left, before the request is tokenized.
 
-        Nothing is taken, and without the lock: who reads amid a charge is at worst told too late, by `charge`.
+        It takes nothing and needs no lock: if it reads during a charge, `charge` refuses the request a little later.
 
         Raises:
-            RateLimited: there is none. It tells when there will be.
+            RateLimited: no token is left. `retry_after_s` says when there will be one.
         """
         if key.tokens_per_minute is None:
             return
@@ -69,16 +66,15 @@ class Budgets:
             wait_ns = _wait_ns(owed_ns, _MINUTE_NS // key.tokens_per_minute)
             if wait_ns > 0:
                 raise RateLimited(
-                    f"This key may have {key.tokens_per_minute} tokens run a minute, and none of them are left. Try "
-                    "again later.",
+                    f"This key has {key.tokens_per_minute} tokens a minute, and none are left. Try again later.",
                     retry_after_s=wait_ns / 1e9,
                 )
 
     def charge(self, key: Key, num_tokens: int, now_ns: int) -> None:
-        """Take a request's tokens from its key's budget; a key without one costs nothing.
+        """Take a request's tokens from its key's budget, if the key has one.
 
         Raises:
-            RateLimited: there are too few; nothing is taken. It tells when there will be enough.
+            RateLimited: too few are left, and nothing is taken. `retry_after_s` says when there will be enough.
         """
         if key.tokens_per_minute is None:
             return
@@ -91,8 +87,8 @@ class Budgets:
                 wait_ns = _wait_ns(owed_ns, cost_ns)
                 if wait_ns > 0:
                     raise RateLimited(
-                        f"This key may have {key.tokens_per_minute} tokens run a minute, and too few of them are left "
-                        f"for the {num_tokens} of this request. Try again later, or send less.",
+                        f"This key has {key.tokens_per_minute} tokens a minute, and too few are left for the "
+                        f"{num_tokens} of this request. Try again later, or send less.",
                         retry_after_s=wait_ns / 1e9,
                     )
                 os.pwrite(file, _RECORD.pack(self._boot_id, now_ns + owed_ns + cost_ns), 0)
@@ -102,7 +98,7 @@ class Budgets:
 
     @contextmanager
     def _forgiving(self, key: Key) -> Iterator[None]:
-        """Let a request through where its key's file cannot be used; the log says so once, until it can be again."""
+        """Let a request run if its key's file cannot be used. The log says so once, until the file works again."""
         try:
             yield
         except OSError as error:
@@ -130,21 +126,21 @@ class Budgets:
     def _full_ns(self, file: int) -> int:
         record = os.pread(file, _RECORD.size, 0)
         if len(record) != _RECORD.size:
-            return 0  # a new one
+            return 0  # the file is new
         boot_id, full_ns = _RECORD.unpack(record)
         return int(full_ns) if boot_id == self._boot_id else 0
 
 
 def _wait_ns(owed_ns: int, cost_ns: int) -> int:
-    """How long until there is room; at most 0 where there is.
+    """The time until a charge fits; 0 or less if it fits now.
 
-    Up to a minute may be owed; a single charge of more than that needs a full bucket.
+    A bucket may owe up to a minute. A single charge of more than a minute needs a full bucket.
     """
     return owed_ns + min(cost_ns, _MINUTE_NS) - _MINUTE_NS
 
 
 def _lock(file: int, timeout_s: float) -> None:
-    """Lock it, unless another one holds the lock for all that time: it holds it for microseconds, or was stopped."""
+    """Lock a file, or give up after the timeout: a holder that takes longer than microseconds was stopped."""
     end_s = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,14 +1,16 @@
-"""Connections off a listening socket that several gateways wait for: each takes its part of them.
+"""Spreads the connections of one listening socket evenly over several gateways.
 
-A client opens its pool of connections at once and uses it for hours. An event loop's own server takes all that wait, so
-the gateway that wakes first gets most of a pool, and its core is the limit while others have little to do (of 64
-connections to four gateways 0, 2, 25 and 37). So a gateway takes one at a time, and one that has more connections than
-another waits a moment first, in which that one takes it. How many each has stands in a file of the run folder. If that
-cannot be had, each takes what it finds; if it is not true any more, as of a gateway that was killed or hangs, some
-connections wait for a millisecond each in vain, and then none: one after the other it would be 600 of them a second.
+A client opens its pool of connections at once and uses it for hours. An event loop's own server accepts all that wait,
+so the gateway that wakes first gets most of a pool. Its core is then the limit while others idle: of 64 connections,
+four gateways got 0, 2, 25 and 37. So a gateway accepts one connection at a time. If it has more connections than
+another gateway, it waits a millisecond first, in which the other can accept. A file in the run folder holds each
+gateway's number of connections. Without that file, each gateway accepts whatever it finds. If a number is stale, since
+its gateway was killed or hangs, some connections wait a millisecond in vain; then that gateway is no longer waited for.
+(Otherwise only 600 connections a second would be accepted.)
 
-Rejected: a socket each with SO_REUSEPORT, whose waiting connections are reset where a gateway stops, and which deals
-them at random; one at a time alone, which changed nothing: who is awake already is always first.
+Rejected: a socket for each gateway with SO_REUSEPORT, which spreads connections at random, and resets those that wait
+when a gateway stops; accepting one at a time without the wait, which changed nothing, since the gateway that is awake
+is always first.
 """
 
 from __future__ import annotations
@@ -26,20 +28,22 @@ from common.wire.transport import now_ns
 
 logger = logging.getLogger(__name__)
 
-# The event loop's timers are no finer.
+# The wait before accepting, as short as the event loop's timers allow.
 _COURTESY_S = 0.001
 
-# Who has the fewest and leaves so many in a row to this gateway, in a tenth of a second, is not there: it is not waited
-# for until it has said something else.
+# A gateway with the fewest connections that leaves this many in a row (a tenth of a second) to this one is dead or
+# hangs. It is not waited for until its number changes.
 _MOST_LEFT = 64
 
-# Where there is no descriptor or no memory left; meanwhile connections wait in the kernel's queue.
+# The pause after running out of descriptors or memory. Connections wait in the kernel's queue meanwhile.
 _PAUSE_S = 0.1
 
 
 class ConnectionCounts:
-    """How many connections each gateway of a suite has, as each said last: int32 a slot, one more than they are, and 0
-    where there is no gateway."""
+    """The number of connections that each gateway of a suite last reported.
+
+    The file has an int32 for each slot: the number plus one, or 0 if there is no gateway.
+    """
 
     def __init__(self, run_dir: str, slot: int) -> None:
         self._place = 4 * slot
@@ -50,34 +54,34 @@ class ConnectionCounts:
             logger.warning("gateways cannot share connections evenly: %s", error)
 
     def least_of_others(self, own: int) -> int | None:
-        """Tell the others how many there are here, and how many has who has the fewest of them; None without others."""
+        """Report this gateway's number; return the smallest number of the other gateways, None if there are none."""
         if self._fd is None:
             return None
         try:
             os.pwrite(self._fd, struct.pack("<i", own + 1), self._place)
             told = os.pread(self._fd, 4096, 0)
         except OSError:
-            return None  # a full disk, say
+            return None  # the disk is full, for example
         told = told[: self._place] + told[self._place + 4 :]
         return min(
             (count - 1 for (count,) in struct.iter_unpack("<i", told[: len(told) // 4 * 4]) if count > 0), default=None
         )
 
     def close(self) -> None:
-        """There is no gateway here any more."""
+        """Report that this slot has no gateway."""
         if self._fd is not None:
             try:
                 os.pwrite(self._fd, bytes(4), self._place)
             except OSError:
-                pass  # see the module's text
+                pass  # a stale number does little harm: see above
             os.close(self._fd)
             self._fd = None
 
 
 class Acceptor:
-    """Takes connections of `sock`, which is this object's from here on as `counts` are, until it is closed.
+    """Accepts connections of `sock` until it is closed. It owns `sock` and `counts`, and closes them.
 
-    `num_open` says how many connections there are here now.
+    `num_open` returns this gateway's number of open connections.
     """
 
     def __init__(
@@ -93,8 +97,8 @@ class Acceptor:
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
-        self._least: int | None = None  # what the one with the fewest has said last
-        self._num_left = 0  # since then, in a row, of those that were left to it
+        self._least: int | None = None  # the smallest number that another gateway reported
+        self._num_left = 0  # connections that were left to that gateway, and that it left here, in a row
         self._starting: set[asyncio.Task[object]] = set()
         self._short = RateLimitedLog(logger)
         sock.setblocking(False)
@@ -102,7 +106,7 @@ class Acceptor:
         self._loop.add_reader(sock, self._on_waiting)
 
     async def close(self) -> None:
-        """Take no more of them: what waits is for the others. Returns once those that were taken have begun."""
+        """Accept no more: connections that wait are left to other gateways. Returns once accepted ones have started."""
         if self._pause is not None:
             self._pause.cancel()
         if self._sock.fileno() >= 0:
@@ -113,7 +117,7 @@ class Acceptor:
             await asyncio.wait(self._starting)
 
     def _on_waiting(self) -> None:
-        """Somebody wants to connect, to this gateway or another."""
+        """A client connects, to this gateway or to another."""
         own = self._num_open() + len(self._starting)
         least = self._counts.least_of_others(own)
         if least != self._least:
@@ -127,7 +131,7 @@ class Acceptor:
         self._num_left = self._num_left + 1 if self._take_one() else 0
 
     def _take_one(self) -> bool:
-        """Whether there was one."""
+        """Accept a connection; whether there was one."""
         try:
             connection, _ = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -143,7 +147,7 @@ class Acceptor:
         return True
 
     def _later(self, delay_s: float, what: Callable[[], object]) -> None:
-        """Look at nothing that waits until then, but do this first."""
+        """After the delay call `what`; until then, ignore clients that connect."""
 
         def go_on() -> None:
             self._pause = None

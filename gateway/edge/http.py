@@ -1,20 +1,19 @@
-"""The connection handling that aiohttp lacks.
+"""The handling of connections that aiohttp lacks.
 
-Without this module: a silent or trickling client is never cut off, nor one that does not read its answers; protocol
-errors are answered in plain text that quotes the client's bytes; HTTP/0.9 and 2.0 lines get a 200 in their own version;
-a broken chunk leaves its handler waiting for ever; a packet of tiny chunks stops the loop for 90 ms; what follows a
-request for an upgrade is dropped or run as a request of its own; any number of connections is taken until the file
-table is full; and a stopping server resets connections that a request is just travelling on. Each was seen with aiohttp
-3.14 and its C parser.
+Without this module, each of these was seen with aiohttp 3.14 and its C parser:
 
-`Server` and `Connection` subclass aiohttp's and use a few of its private fields (`_messages`, `_waiter`, `_close`,
-`_request_count`, `_request_in_progress`, `_keepalive_handle`, `_next_keepalive_close_time`, `_reading_paused`,
-`_max_msg_queue_size`, `_msg_queue_resume_size`): pyproject.toml holds aiohttp below the next minor version, and
-tests/gateway/test_http.py and test_raw_http.py say what must still hold when that bound is raised. Rejected: a proxy in
-front as a requirement; a server of our own.
+- A client that sends nothing, trickles, or does not read its answers is never cut off.
+- Protocol errors are answered in plain text that quotes the client's bytes.
+- HTTP/0.9 and 2.0 lines get a 200 in their own version.
+- A handler waits for ever behind a broken chunk, and a packet of tiny chunks stops the loop for 90 ms.
+- Bytes behind a request for an upgrade are dropped, or run as a request of their own.
+- Connections are accepted until the file table is full.
+- A stopping server resets connections on which a request is on its way.
 
-What stays as it is: where what follows a request in the same packet is no HTTP, the parser gives up both, and the one
-answer is the 400.
+`Server` and `Connection` subclass aiohttp's; the private fields that they need are in aiohttp_internals.py.
+
+Not changed: if a packet holds a request and then bytes that are not HTTP, the parser gives up both, and the client gets
+one answer, a 400.
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ import sys
 import termios
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import cast
 
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
-from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD
-from aiohttp.web_protocol import ERROR, _ErrInfo
 
 from common.errors import (
     BadRequest,
@@ -46,27 +44,36 @@ from common.errors import (
     Unavailable,
     VersionNotSupported,
 )
+from gateway.edge.aiohttp_internals import (
+    OpenHandler,
+    QueuedError,
+    exceeded_bytes,
+    has_too_many_headers,
+    has_unknown_version,
+    make_request,
+    queued_error,
+)
 from gateway.error_responses import error_headers, render_error, request_id_of, server_timing
 
 logger = logging.getLogger(__name__)
 
-# Blank lines before a request that begin no header; some clients send one after a body.
+# Some clients send a blank line after a body. Up to this many bytes of blank lines do not begin a header.
 _MAX_BLANK_BYTES = 4
 
-# Requests that are read while one runs. A packet may hold more of them; nothing is read after it.
+# Requests that are read while one runs. The packet that reaches this number may hold more; no other packet is read.
 _MAX_READ_AHEAD = 2
 
-# Of one body: what may wait for its handler, and by a rule of aiohttp's a sixteenth of it in chunks. The chunks of a
-# packet are parsed in turns of so many, about 2 ms each.
+# Bytes of one body that may wait for its handler. aiohttp allows a sixteenth of this number as chunks, and parses the
+# chunks of a packet in turns of that many, which take about 2 ms each.
 _BODY_BUFFER_BYTES = 16 * 1024
 
-# How often, within the time that a client has to read more of an answer, it is looked at whether it has.
+# Number of checks, within `write_timeout_s`, whether a client has read more of its answer.
 _WRITE_LOOKS = 4
 
-# After an early answer (413, 431) what the client still sends is read and dropped for so long: a client that is
-# sending when the connection closes gets a reset, and may never see the answer.
+# After an early answer (413, 431) the client's remaining bytes are read and dropped for this time. A client that sends
+# while the connection closes gets a reset, and may never see the answer.
 _LINGER_S = 2.0
-_MAX_LINGERING = 32  # of the connections over the limit; more are closed without this courtesy
+_MAX_LINGERING = 32  # connections over the limit that may linger; others are closed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +81,9 @@ class HttpLimits:
     header_timeout_s: float
     keepalive_timeout_s: float
     max_connections: int
-    # An answer that its client does not read holds its memory: cut off where nothing of it was read for so long.
+    # A client that reads nothing of its answer for this time is cut off, since the answer occupies memory.
     write_timeout_s: float = 30.0
-    # A stopping server closes a connection that was idle for so long at once; on a fresher one a request may be coming.
+    # A stopping server closes a connection at once if it was idle for this time; otherwise a request may be coming.
     drain_grace_s: float = 1.0
     max_target_bytes: int = 4096
     max_headers: int = 100
@@ -85,10 +92,10 @@ class HttpLimits:
 
 
 class Server(web.Server):
-    """Makes a `Connection` for each client, counts them, and lets them go when the gateway stops.
+    """Makes a `Connection` for each client, counts them, and closes them when the gateway stops.
 
-    `on_refusal` is told the status of every answer that was given without the handler; `headers_for` says what such an
-    answer's header says to a page of that Origin, None where it is not known.
+    `on_refusal` is called with the status of every answer that the handler did not give. `headers_for` returns the CORS
+    headers of such an answer, by the request's Origin (None if it is not known).
     """
 
     def __init__(
@@ -98,7 +105,13 @@ class Server(web.Server):
         on_refusal: Callable[[int], None],
         headers_for: Callable[[str | None], Mapping[str, str]],
     ) -> None:
-        super().__init__(handler, request_factory=self._make_http_request, handler_cancellation=True)
+        self._event_loop = asyncio.get_running_loop()
+        super().__init__(
+            handler,
+            request_factory=partial(make_request, loop=self._event_loop),
+            handler_cancellation=True,
+            loop=self._event_loop,
+        )
         self.limits = limits
         self.on_refusal = on_refusal
         self.headers_for = headers_for
@@ -106,12 +119,10 @@ class Server(web.Server):
         self._open: set[Connection] = set()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
-        # A protocol error has no request; aiohttp's stand-in is an HTTP/1.0 one.
-        self._error_message = ERROR._replace(version=HttpVersion11)
 
     @property
     def num_open(self) -> int:
-        """Connections."""
+        """Open connections."""
         return len(self._open)
 
     @property
@@ -119,7 +130,7 @@ class Server(web.Server):
         return len(self._open) >= self.limits.max_connections
 
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._loop)
+        return Connection(self, self._event_loop)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
@@ -135,9 +146,9 @@ class Server(web.Server):
             self._all_closed.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Let every connection finish what it has begun, then close it; the rest is cut off at the end of the time.
+        """Close every connection after its running requests; cut off those that need more than the timeout.
 
-        The handler must answer with `Connection: close` meanwhile. True when nothing had to be cut off.
+        The handler must answer with `Connection: close` meanwhile. Returns True if no connection was cut off.
         """
         for connection in list(self._open):
             connection.drain()
@@ -155,20 +166,8 @@ class Server(web.Server):
         for connection in list(self._open):
             connection.abort()
 
-    def _make_http_request(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: web.RequestHandler,
-        writer: AbstractStreamWriter,
-        task: asyncio.Task[None],
-    ) -> web.BaseRequest:
-        if message is ERROR:
-            message = self._error_message
-        return web.BaseRequest(message, payload, protocol, writer, task, self._loop)
 
-
-class Connection(web.RequestHandler):
+class Connection(OpenHandler):
     """One client's connection."""
 
     __slots__ = (
@@ -196,19 +195,18 @@ class Connection(web.RequestHandler):
             read_bufsize=_BODY_BUFFER_BYTES,
             auto_decompress=False,  # aiohttp makes an empty body of a gzip stream that was cut
         )
-        self._max_msg_queue_size = _MAX_READ_AHEAD
-        self._msg_queue_resume_size = 0
+        self.limit_read_ahead(_MAX_READ_AHEAD)
         self._server = server
-        self._body: StreamReader = EMPTY_PAYLOAD  # of the request that came last
-        self._partial_bytes = 0  # of a header that is not complete yet
+        self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request
+        self._partial_bytes = 0  # bytes of a header that is not complete yet
         self._header_timer: asyncio.TimerHandle | None = None
-        self._is_broken = False  # what came was not HTTP; nothing more is read
-        self._refused = False  # over the limit on connections
-        self._resume_due = False  # what the parser holds back is parsed in the loop's next turn
+        self._is_broken = False  # the client sent something that is not HTTP; no more is read
+        self._refused = False  # it is over the limit on connections
+        self._resume_due = False  # bytes that the parser holds back are parsed in the loop's next turn
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Below the limit on file descriptors, so that it is us who refuse and not accept() that fails in a loop.
+        # This limit is below that on file descriptors: we refuse with an answer before accept() fails in a loop.
         if self._server.is_full:
             self._refuse(cast("asyncio.Transport", transport))
             return
@@ -223,26 +221,26 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        count = self._request_count
+        count = self.num_requests
         in_body = not self._body.is_eof()
         super().data_received(data)
-        num_new = self._request_count - count
+        num_new = self.num_requests - count
         if num_new:
             self._stop_header_timer()
             self._partial_bytes = 0
-            for index in range(len(self._messages) - num_new, len(self._messages)):
+            for index in range(len(self.queued) - num_new, len(self.queued)):
                 self._on_request(index)
         elif not in_body and (len(data) > _MAX_BLANK_BYTES or data.strip(b"\r\n")):
             self._on_partial_header(len(data))
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        # Called by whoever reads a body, between two chunks: parsed then and there, a packet of tiny chunks would be
-        # parsed and read in one turn of the loop.
+        # The reader of a body calls this between two chunks. Parsing at once would parse and read a whole packet of
+        # tiny chunks in one turn of the loop.
         if not resume_parser:
             super().resume_reading(resume_parser=False)
         elif not self._resume_due:
             self._resume_due = True
-            self._loop.call_soon(self._resume_parsing)
+            self.loop.call_soon(self._resume_parsing)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -250,17 +248,17 @@ class Connection(web.RequestHandler):
         transport = self.transport
         if transport is None:
             return await super().finish_response(request, resp, start_time)
-        # Whatever the kernel's buffers do not take waits for the client to read; a small answer too, behind others.
+        # Bytes that do not fit into the kernel's buffers wait for the client to read, even those of a small answer.
         self._stop_write_timer()
-        self._start_write_timer(transport, None, self._loop.time())
+        self._start_write_timer(transport, None, self.loop.time())
         result = await super().finish_response(request, resp, start_time)
-        # What is left is less than aiohttp waits for; the transport, even closed, would hold it for ever.
+        # aiohttp does not wait for the last bytes. The timer stays for them: even a closed transport would keep them.
         if not transport.get_write_buffer_size():
             self._stop_write_timer()
         if self._is_broken:
             await self._linger()
         elif not resp.keep_alive and self.transport is not None and not self._body.is_eof():
-            # aiohttp lingers by itself here; this lets the client see the end of the answer meanwhile.
+            # aiohttp lingers here, too; this shows the client the end of the answer meanwhile.
             self.transport.write_eof()
         return result
 
@@ -271,13 +269,13 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what never reached the handler. aiohttp's `message` quotes the client's bytes: it is not passed on."""
+        """Answer a request that never reached the handler, without aiohttp's `message`, which quotes the client."""
         error = _error_of(exc, self._server.limits)
         if error.status == 500:
             logger.error("a request failed outside its handler", exc_info=exc)
         self._server.on_refusal(error.status)
         self._is_broken = True
-        # aiohttp's stand-in for a request has no header; what was refused after it was parsed has one.
+        # A request that the parser refused has no header; one that we refused after parsing has.
         given = exc.given if isinstance(exc, _Refused) else request.headers
         headers = self._refusal_headers(error, given)
         response = web.Response(body=render_error(error), status=error.status, headers=headers)
@@ -285,44 +283,40 @@ class Connection(web.RequestHandler):
         return response
 
     def drain(self) -> None:
-        """Close when idle: at once, or soon where the client may just be sending."""
+        """Close once idle: at once, or after the grace time if the client may be sending a request."""
         if self.transport is None:
             return
         grace_s = wait_s = self._server.limits.drain_grace_s
         if self._is_idle:
-            idle_since = self._next_keepalive_close_time - self._keepalive_timeout
-            wait_s = idle_since + grace_s - self._loop.time()
+            wait_s = self.idle_since_s + grace_s - self.loop.time()
             if wait_s <= 0:
                 self.force_close()
                 return
-        # Looked at again even when busy: its answer may have begun before the gateway said close.
-        self._loop.call_later(wait_s, self.drain)
+        # A busy connection is checked again, since its answer may have begun without `Connection: close`.
+        self.loop.call_later(wait_s, self.drain)
 
     def abort(self) -> None:
         if self.transport is not None:
             self.transport.abort()
 
-    def _process_keepalive(self) -> None:
-        if self._partial_bytes:
-            self._keepalive_handle = None  # a request is coming: its own timer counts, and its end sets this one again
-            return
-        super()._process_keepalive()
+    def is_request_coming(self) -> bool:
+        return bool(self._partial_bytes)  # the header's own timer counts then
 
     def _resume_parsing(self) -> None:
         self._resume_due = False
-        if self._reading_paused and self.transport is not None:
+        if self.is_reading_paused and self.transport is not None:
             super().resume_reading()
 
     def _start_write_timer(self, transport: asyncio.Transport, least_bytes: int | None, since_s: float) -> None:
         interval_s = self._server.limits.write_timeout_s / _WRITE_LOOKS
-        self._write_timer = self._loop.call_later(interval_s, self._look_at_writing, transport, least_bytes, since_s)
+        self._write_timer = self.loop.call_later(interval_s, self._look_at_writing, transport, least_bytes, since_s)
 
     def _look_at_writing(self, transport: asyncio.Transport, least_bytes: int | None, since_s: float) -> None:
-        """Cut off a client that has read nothing since `since_s`, when `least_bytes` were still to be read."""
+        """Cut off a client that has read nothing since `since_s`, when `least_bytes` were unread."""
         self._write_timer = None
         if not transport.get_write_buffer_size():
             return
-        now_s, num_bytes = self._loop.time(), _unread_bytes(transport)
+        now_s, num_bytes = self.loop.time(), _unread_bytes(transport)
         if least_bytes is None or num_bytes < least_bytes:
             least_bytes, since_s = num_bytes, now_s
         elif now_s - since_s >= self._server.limits.write_timeout_s:
@@ -337,32 +331,32 @@ class Connection(web.RequestHandler):
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._request_in_progress or self._messages or self._partial_bytes) and self._body.is_eof()
+        return not (self.is_running or self.queued or self._partial_bytes) and self._body.is_eof()
 
     def _on_request(self, index: int) -> None:
-        """Look at a message that aiohttp has queued and not yet handed out."""
-        message, body = self._messages[index]
-        if isinstance(message, _ErrInfo):
+        """Check a message that aiohttp has queued and not yet given to the handler."""
+        message, body = self.queued[index]
+        if isinstance(message, QueuedError):
             if not self._body.is_eof():
-                # aiohttp queues a body's error behind the very handler that waits for the body.
+                # aiohttp queues an error in a body behind the handler that waits for that body.
                 self._body.set_exception(web.RequestPayloadError("malformed"))
                 self._body.feed_eof()
             return
         self._body = body
         error = self._fault_of(message)
         if error is not None:
-            self._messages[index] = (_ErrInfo(status=400, exc=_Refused(error, message.headers), message=""), body)
+            self.queued[index] = (queued_error(_Refused(error, message.headers)), body)
         elif message.upgrade:
-            # Also CONNECT. No protocol is switched to here; but the parser has dropped what the packet holds behind the
-            # request, and where the next one begins is unknown.
-            self._messages[index] = (message._replace(should_close=True), body)
+            # An upgrade, or CONNECT: the protocol is not switched. But the parser has dropped the rest of the packet,
+            # so the start of the next request is unknown.
+            self.queued[index] = (message._replace(should_close=True), body)
 
     def _fault_of(self, message: RawRequestMessage) -> ServiceError | None:
-        """What is wrong with a header that the parser takes."""
+        """The error in a header that the parser accepts; None if there is none."""
         if message.version not in (HttpVersion10, HttpVersion11):
             return _bad_request() if message.version < HttpVersion10 else _version_not_supported()
         if message.chunked and message.headers["Transfer-Encoding"].lower() != "chunked":
-            return _bad_request()  # of several codings the parser looks at the last alone
+            return _bad_request()  # the parser checks only the last of several codings
         limit = self._server.limits.max_header_bytes
         if sum(len(name) + len(value) + 4 for name, value in message.raw_headers) > limit:
             return HeaderTooLarge(f"The header has more than {limit} bytes.")
@@ -385,8 +379,8 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def _close_with(self, error: ServiceError) -> None:
-        if self._waiter is None:
-            # Answers of earlier requests are still to be written; this one would get between them.
+        if not self.is_waiting:
+            # Earlier requests still wait for their answers; this answer would come between them.
             self.close()
             return
         self._write_and_leave(error)
@@ -396,27 +390,27 @@ class Connection(web.RequestHandler):
         self._refused = True
         self._server.num_refused += 1
         self._write_and_leave(
-            Unavailable("This gateway holds as many connections as it may. Try again.", retry_after_s=1)
+            Unavailable("This gateway has as many connections as it allows. Try again.", retry_after_s=1)
         )
         if self._server.num_refused > _MAX_LINGERING:
             self.force_close()
 
     def _write_and_leave(self, error: ServiceError) -> None:
-        """Answer a connection that has no request, past aiohttp."""
+        """Answer a connection without a request, bypassing aiohttp, and close it."""
         assert self.transport is not None
         self._server.on_refusal(error.status)
         self.transport.write(_raw_response(error, self._refusal_headers(error, {})))
         self._stop_reading()
-        self._loop.call_later(_LINGER_S, self.force_close)
+        self.loop.call_later(_LINGER_S, self.force_close)
 
     async def _linger(self) -> None:
-        """Wait until the client has seen the end; it closes, and so cancels this, or the time is over."""
+        """Wait until the client closes the connection, which cancels this, or until the linger time is over."""
         if self.transport is not None:
             self._stop_reading()
-            await asyncio.wait([self._loop.create_future()], timeout=_LINGER_S)
+            await asyncio.wait([self.loop.create_future()], timeout=_LINGER_S)
 
     def _refusal_headers(self, error: ServiceError, given: Mapping[str, str]) -> dict[str, str]:
-        """The header of an answer that is given without the handler, by the request's own, as far as that is known."""
+        """The header of an answer that the handler did not give; `given` is the request's header, or empty."""
         return {
             **error_headers(error),
             "Server": "hedgerow",
@@ -426,14 +420,14 @@ class Connection(web.RequestHandler):
         }
 
     def _stop_reading(self) -> None:
-        """No more answers: the client reads an end; what it still sends is dropped."""
+        """Send no more answers: the client sees the end, and whatever it still sends is dropped."""
         assert self.transport is not None
-        self._close = True
-        self.transport.resume_reading()  # it may be paused, and the client's end would go unseen
+        self.take_no_more()
+        self.transport.resume_reading()  # or the client's end would go unseen
         self.transport.write_eof()
 
     def _start_header_timer(self) -> None:
-        self._header_timer = self._loop.call_later(self._server.limits.header_timeout_s, self._on_header_timeout)
+        self._header_timer = self.loop.call_later(self._server.limits.header_timeout_s, self._on_header_timeout)
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -442,13 +436,13 @@ class Connection(web.RequestHandler):
 
 
 def _unread_bytes(transport: asyncio.Transport) -> int:
-    """What a client has not yet taken: held here, or by the kernel, which asks for more only a megabyte at a time."""
+    """Bytes that the client has not acknowledged, in our buffer and in the kernel's, which refills by the megabyte."""
     in_kernel = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
 
 class _Refused(HttpProcessingError):
-    """A request that the parser took and we do not."""
+    """A request that the parser accepts and we refuse."""
 
     def __init__(self, error: ServiceError, headers: Mapping[str, str]) -> None:
         super().__init__()
@@ -457,18 +451,18 @@ class _Refused(HttpProcessingError):
 
 
 def _error_of(exc: BaseException | None, limits: HttpLimits) -> ServiceError:
-    """What to answer where aiohttp's parser, or `_fault_of`, (or a bug of ours) refused a request."""
+    """The answer for a request that aiohttp's parser or `_fault_of` refused, or that a bug of ours failed."""
     if isinstance(exc, _Refused):
         return exc.error
     if isinstance(exc, LineTooLong):
-        # The parser has one exception for both; what it names is the limit, and ours differ.
-        if exc.args[1] == limits.max_target_bytes:
+        # The parser has one exception for target and fields. It names the limit, and our two limits differ.
+        if exceeded_bytes(exc) == limits.max_target_bytes:
             return TargetTooLong(f"The request's target has more than {limits.max_target_bytes} bytes.")
         return HeaderTooLarge(f"A line of the header has more than {limits.max_header_line_bytes} bytes.")
     if isinstance(exc, HttpProcessingError):
-        if exc.message == "Too many headers received":
+        if has_too_many_headers(exc):
             return HeaderTooLarge(f"The header has more than {limits.max_headers} lines.")
-        if "Invalid HTTP version" in exc.message.partition(":\n\n")[0]:
+        if has_unknown_version(exc):
             return _version_not_supported()
         return _bad_request()
     return InternalError("This server failed; its log says why.")
@@ -483,7 +477,7 @@ def _version_not_supported() -> VersionNotSupported:
 
 
 def _raw_response(error: ServiceError, headers: dict[str, str]) -> bytes:
-    """An answer written past aiohttp, on a connection that has no request to answer."""
+    """An answer for a connection without a request, as bytes."""
     body = render_error(error)
     headers = {**headers, "Content-Length": str(len(body)), "Connection": "close"}
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())

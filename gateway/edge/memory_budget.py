@@ -1,18 +1,19 @@
-"""What a gateway holds of requests, all together, is bounded; and what happens as it comes near its bound.
+"""The bound on the memory of all requests in one gateway, and what happens as it fills.
 
-Two things of a request are large: its body, and the texts that are parsed from it (4,096 of 16 MiB would be 64 GiB),
-and its token ids with the rows that it waits for (2,048 inputs of 4,096 dimensions have 32 MiB of them). Both count
-until its answer is made. A declared length counts from the beginning, so that a body is refused before it is sent and
-not in its middle; a request's rows count before there is any of them. Small bodies do not count.
+Two parts of a request are large. One is its body with the texts parsed from it: 4,096 bodies of 16 MiB would be 64 GiB.
+The other is its token ids and the rows that it waits for: 32 MiB for 2,048 inputs of 4,096 dimensions. Both count until
+the answer is made. A declared length counts at once, so that a body is refused before it is sent and not halfway. Rows
+count before they exist. Small bodies do not count.
 
-    from 85 %    no large body is read, and answers close their connections: who comes again may come to another gateway
-    from 95 %    no new request is let in
-    at 100 %     what was let in, and turns out to be larger than what is left, is refused as well
+    from 85 %    large bodies are refused, and answers close their connections: a client that connects again may reach
+                 another gateway
+    from 95 %    new requests are refused
+    at 100 %     a running request that needs more than is left is refused, too
 
-So those who declare large bodies and send nothing keep other large bodies out, and never a short query. A request that
-is larger than all of it is let in when nothing else is there: to refuse it as "try again later" would be for ever. Not
-here: windows, which bound what waits at the scheduler and would free nothing of this; answers on their way out, which
-the number of connections and `--write-timeout-s` bound.
+So clients that declare large bodies and send nothing can keep out other large bodies, but never a short query. A
+request that is larger than the whole budget is accepted when no other is there: "try again later" would never end.
+Bounded elsewhere: the work that waits at the scheduler (a window in client.py, which would free none of this memory),
+and answers that are being sent (the number of connections, and `--write-timeout-s`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from common.errors import Overloaded
 
 _SHORT = 0.85
 _FULL = 0.95
-_UNCOUNTED_BYTES = 16 * 1024  # of a small body; 64 MiB of as many requests as a gateway holds unless told otherwise
+_UNCOUNTED_BYTES = 16 * 1024  # of a small body: 64 MiB in all, with the default number of requests
 
 
-class Memory:
-    """The bytes that all requests of one gateway hold."""
+class MemoryBudget:
+    """The bytes that all requests of one gateway may hold, and do hold."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
@@ -35,48 +36,50 @@ class Memory:
     def is_short(self) -> bool:
         return self.num_bytes >= _SHORT * self._max_bytes
 
-    def hold(self) -> Held:
-        """Count a request: as a context, until that ends. Raises Overloaded: there is no room for any."""
+    def hold(self) -> RequestMemory:
+        """A context in which a request is counted. Raises Overloaded: there is no room for another request."""
         if self.num_bytes >= _FULL * self._max_bytes:
             raise _full()
-        return Held(self)
+        return RequestMemory(self)
 
     def grow(self, num_bytes: int, part: float) -> None:
-        """Count so many more. Raises Overloaded: then there would be more than this part of what there may be."""
+        """Count more bytes. Raises Overloaded: the total would exceed this part of the budget."""
         if self.num_bytes and self.num_bytes + num_bytes > part * self._max_bytes:
             raise _full()
         self.num_bytes += num_bytes
 
 
-class Held:
-    """What one request holds."""
+class RequestMemory:
+    """The bytes that one request holds."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, budget: MemoryBudget) -> None:
         self.num_bytes = 0
-        self._memory = memory
+        self._budget = budget
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> RequestMemory:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._memory.num_bytes -= self.num_bytes
+        self._budget.num_bytes -= self.num_bytes
 
     def grow_body_to(self, num_bytes: int) -> None:
-        """Its body, of which nothing is parsed, has so many bytes now. Raises Overloaded: there is no room for them."""
+        """The body, which is not parsed yet, now has this many bytes. Raises Overloaded: there is no room for them."""
         if num_bytes > max(self.num_bytes, _UNCOUNTED_BYTES):
-            self._memory.grow(num_bytes - self.num_bytes, _SHORT)
+            self._budget.grow(num_bytes - self.num_bytes, _SHORT)
             self.num_bytes = num_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """It holds so many more bytes, until it is answered. Raises Overloaded: there is no room for them."""
-        self._memory.grow(num_bytes, 1)
+        """Count more bytes until the request is answered. Raises Overloaded: there is no room for them."""
+        self._budget.grow(num_bytes, 1)
         self.num_bytes += num_bytes
 
     def shrink(self, num_bytes: int) -> None:
-        """So many of them are given back before the request ends."""
-        self._memory.num_bytes -= num_bytes
+        """Give bytes back before the request ends."""
+        self._budget.num_bytes -= num_bytes
         self.num_bytes -= num_bytes
 
 
 def _full() -> Overloaded:
-    return Overloaded("This gateway holds as many bytes as it may. Try again a little later.", retry_after_s=1)
+    return Overloaded(
+        "The requests in this gateway take all the memory that they may. Try again a little later.", retry_after_s=1
+    )

@@ -1,9 +1,9 @@
 "use strict";
 
-// The API page: /openapi.json (OpenAPI 3.1) as something to read. Nothing is known here of any route in particular.
+// The API page: shows /openapi.json (OpenAPI 3.1). It knows no route in particular.
 
 const VERBS = ["get", "post", "put", "patch", "delete", "head", "options", "trace"];
-const MAX_DEPTH = 4; // of fields in fields; also what ends a schema that contains itself
+const MAX_DEPTH = 4; // of nested fields; it also ends a schema that contains itself
 
 let spec = {};
 
@@ -305,7 +305,7 @@ async function load() {
 }
 
 const isWide = matchMedia("(min-width: 56.01rem)");
-const openContents = () => (byId("contents").open = isWide.matches); // beside the text where there is room, else folded
+const openContents = () => (byId("contents").open = isWide.matches); // beside the text if there is room, otherwise folded
 isWide.addEventListener("change", openContents);
 openContents();
 wireKey(load);

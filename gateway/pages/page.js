@@ -1,13 +1,13 @@
 "use strict";
 
-// What both pages need: asking this server with the key that was given, showing what it refuses, making elements.
-// Text reaches the page as text nodes only, never as markup.
+// Shared by both pages: sending requests with the key, showing errors, making elements. Text is added to a page as
+// text nodes only, never as markup.
 
-const KEY = "hedgerow.key"; // in sessionStorage: gone with the tab
+const KEY = "hedgerow.key"; // in sessionStorage, which ends with the tab
 
 const byId = (id) => document.getElementById(id);
 
-/** An answer of the server that is no success, in its own words. */
+/** An error that the server answered, with its message. */
 class Refusal extends Error {
   constructor(message, code, status) {
     super(message);
@@ -16,7 +16,7 @@ class Refusal extends Error {
   }
 }
 
-/** The answer to a GET, or to a POST of `body` as JSON. Throws Refusal, or TypeError where nothing answers. */
+/** The answer to a GET, or to a POST of `body` as JSON. Throws Refusal, or TypeError if nothing answers. */
 async function ask(path, body, headers = {}) {
   const key = sessionStorage.getItem(KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -32,7 +32,7 @@ async function ask(path, body, headers = {}) {
   try {
     error = (await answer.json()).error ?? {};
   } catch {
-    // Something between here and the server answered in its own way: its status is all there is.
+    // Something between this page and the server answered, in a form of its own: only its status is known.
   }
   throw new Refusal(
     error.message ?? `The answer was ${answer.status} ${answer.statusText}.`,
@@ -41,13 +41,13 @@ async function ask(path, body, headers = {}) {
   );
 }
 
-let isKeyAskedFor = false; // since it last changed: whoever has closed the field for it is left alone
+let isKeyAskedFor = false; // since the key last changed: a field that the user has closed stays closed
 
 /** Show what went wrong in an element with role="alert"; a refused key opens the field for it, once. */
 function showError(place, error) {
   const text = error instanceof Refusal ? error.message : "The server does not answer. Is it running?";
   const shown = make("p", {}, text, error.code ? " " : "", error.code ? make("code", {}, error.code) : "");
-  if (place.textContent !== shown.textContent) place.replaceChildren(...shown.childNodes); // it is read out each time
+  if (place.textContent !== shown.textContent) place.replaceChildren(...shown.childNodes); // a screen reader reads each change
   if (error.status === 401 && !isKeyAskedFor) isKeyAskedFor = byId("key").open = true;
 }
 
@@ -86,7 +86,7 @@ function shell(command) {
     try {
       await navigator.clipboard.writeText(command);
     } catch {
-      // Pages of a host without TLS have no clipboard; what is selected can be copied all the same.
+      // A page of a host without TLS has no clipboard; the user can copy the selection.
       getSelection().selectAllChildren(code);
       document.execCommand("copy");
     }

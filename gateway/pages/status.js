@@ -1,14 +1,14 @@
 "use strict";
 
-// The status page: what is served, how busy it is, and a place to try it.
+// The status page: shows the model and the load, and lets the user try requests.
 
 const TICK_MS = 2000;
-const WINDOW_MS = 10_000; // rates and quantiles are of what happened since then
-const NUM_POINTS = 60; // of a chart: two minutes
+const WINDOW_MS = 10_000; // the time that rates and quantiles cover
+const NUM_POINTS = 60; // in a chart: two minutes
 const MAX_COMPARED = 12;
-const NUM_SHOWN = 8; // values of a vector
+const NUM_SHOWN = 8; // values of a vector that are shown
 
-// Routes that watch or explain the server; what this page itself asks would else count as load.
+// Routes that watch or explain the server: without this list, the requests of this page would count as load.
 const WATCHING = new Set([
   "/",
   "/docs",
@@ -42,9 +42,9 @@ const linesOf = (text) =>
 
 let model = null;
 let isKnown = false; // /info has answered
-let shownName = null; // of several models, the name of the one that is shown and tried; null: the first, or the only one
+let shownName = null; // the model that is shown and tried, if there are several; null: the first or only one
 
-// The key (null: none) that a path refused: it is not asked again with the same one. /metrics may need none, from this
+// The key (null: none) that each path refused: the page does not send it there again. /metrics may need no key from the
 // server's own host.
 const refused = new Map();
 const isRefused = (path) => refused.get(path) === sessionStorage.getItem(KEY);
@@ -86,7 +86,7 @@ async function showInfo() {
   select.replaceChildren(
     ...["", ...model.prompts].map((name) => new Option(name || "none", name, name === chosen, name === chosen)),
   );
-  if (chosen) select.options[0].remove(); // it cannot be left out by name: what the model declares is the default
+  if (chosen) select.options[0].remove(); // "no prompt" cannot be chosen: the model declares a default prompt
   byId("prompt-row").hidden = model.prompts.length === 0;
 }
 
@@ -102,7 +102,7 @@ const ofShown = (body) => (shownName === null ? body : { ...body, model: shownNa
 
 function showState(state, text) {
   const place = byId("state");
-  if (place.textContent !== text) place.textContent = text; // a screen reader says it when it changes, not at each tick
+  if (place.textContent !== text) place.textContent = text; // a screen reader reads it only when it changes
   place.dataset.state = state;
 }
 
@@ -114,7 +114,7 @@ async function readReady() {
   return answer.json();
 }
 
-// --- numbers that move ---
+// --- live numbers ---
 
 /** Samples of the Prometheus text: a Map from a name to [labels, value] of each series. */
 function parseMetrics(text) {
@@ -162,7 +162,7 @@ function quantile(share, before, after) {
   if (num === 0) return null;
   const index = counts.findIndex((count) => count >= share * num);
   const lower = index === 0 ? 0 : bounds[index - 1];
-  if (bounds[index] === Infinity) return lower; // all that is known: longer than the last bound
+  if (bounds[index] === Infinity) return lower; // the value is above the last bound; by how much is not known
   const below = index === 0 ? 0 : counts[index - 1];
   return lower + (bounds[index] - lower) * ((share * num - below) / (counts[index] - below));
 }
@@ -191,7 +191,7 @@ function rate(now, then, name) {
   return then && Math.max(0, now[name] - then[name]) / ((now.atMs - then.atMs) / 1000);
 }
 
-const samples = []; // the newest last, no more than WINDOW_MS reaches back
+const samples = []; // of the last WINDOW_MS, the newest last
 
 function buildTiles() {
   for (const tile of TILES) {
@@ -234,7 +234,7 @@ function showTile(tile, values, now) {
   const y = (value) => 39 - (value / top) * 37;
   const paths = [draw("path", { class: "axis", d: "M0 39.5H100" })];
   for (let line = values.length - 1; line >= 0; line--) {
-    let pen = "M"; // a value that is not known leaves a gap
+    let pen = "M"; // an unknown value leaves a gap
     let d = "";
     tile.points.forEach((point, index) => {
       if (point[line] === null) pen = "M";
@@ -297,7 +297,7 @@ async function keepTicking() {
   }
 }
 
-// --- trying it ---
+// --- trying requests ---
 
 /** What the Server-Timing header says of an answer, by stage in milliseconds. */
 function timingsOf(answer) {
@@ -446,7 +446,7 @@ async function rerankDocuments() {
   const answer = await ask("/v1/rerank", body);
   const { results, usage } = await answer.json();
   const scores = results.map((result) => result.relevance_score);
-  // A sigmoid's scores have a scale of their own; logits have none, so the shown ones make it.
+  // Sigmoid scores have a fixed scale; the scale of logits is that of the scores shown.
   const [least, most] = scores.every((score) => score >= 0 && score <= 1)
     ? [0, 1]
     : [Math.min(...scores), Math.max(...scores)];
@@ -475,11 +475,11 @@ wireForm("rerank", rerankDocuments);
 wireKey(() => {
   refused.clear();
   isKnown = false;
-  refreshInfo().catch(() => {}); // nothing answers: the next tick says so
+  refreshInfo().catch(() => {}); // nothing answers; the next tick shows that
 });
 byId("which").addEventListener("change", () => {
   shownName = byId("which").value;
-  // What the other model has made says nothing of this one.
+  // The results of the other model do not apply to this one.
   for (const name of ["text", "compare", "rerank"]) byId(`${name}-outcome`).replaceChildren();
   refreshInfo().catch(() => {});
 });

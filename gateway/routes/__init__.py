@@ -1,13 +1,16 @@
-"""One module an API dialect (two for TEI): body → request, output → body. No sockets; no dialect knows another."""
+"""One module for each API dialect (two for TEI): body type → ParsedRequest, ModelOutput → body. No sockets.
+
+No dialect imports another, except that TEI's two modules share what they have in common.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gateway.model_requests import Operation
+from gateway.parsing import Operation
 from gateway.routes import cohere, contextual, openai, rerank, tei, tei_scores
 
-# On a path that several dialects share, in the order in which they are asked whether a body is theirs.
+# If several operations share a path, the first that matches a body is chosen: see `Operation`.
 OPERATIONS: tuple[Operation[Any], ...] = (
     openai.EMBEDDINGS,
     contextual.CONTEXTUAL,
@@ -24,7 +27,7 @@ OPERATIONS: tuple[Operation[Any], ...] = (
     tei.DECODE,
     tei_scores.CLASSIFY,
     tei_scores.PREDICT,
-    # What is posted to the root is for the model's own task.
+    # A POST to the root is for the model's own task.
     tei_scores.ROOT_CLASSIFY,
     tei_scores.ROOT_RERANK,
     tei_scores.ROOT_PREDICT,
@@ -35,7 +38,7 @@ OPERATIONS: tuple[Operation[Any], ...] = (
 
 
 def operations_by_path() -> dict[str, list[Operation[Any]]]:
-    """What may be meant by a body that is posted to a path."""
+    """The operations of each path, in the order in which they are tried."""
     found: dict[str, list[Operation[Any]]] = {}
     for operation in OPERATIONS:
         for path in operation.paths:

@@ -1,11 +1,11 @@
-"""`POST /v2/embed` and `/v1/embed` as Cohere's clients speak them: body → request, vectors by type → body. No sockets.
+"""`POST /v2/embed` and `/v1/embed`, as Cohere's clients send them: body → request, vectors by type → body. No sockets.
 
-A body may ask for its vectors in several types at once. Each encoding of the worker's is a run of its own: what a model
-quantises is its unnormalised row, and neither that nor its bits can be had exactly from the normalised float32. Types
-of one encoding (`float` and `base64`, `int8` and `uint8`, `binary` and `ubinary`) share a run. Cohere's own
-quantisation belongs to Cohere's models; here a type other than float32 is what the checkpoint declares, or is refused.
+A body may ask for its vectors in several types at once. Each of the worker's encodings is a run of its own: a model
+quantises the vector before normalisation, which cannot be recovered exactly from the normalised float32. Types of one
+encoding (`float` and `base64`, `int8` and `uint8`, `binary` and `ubinary`) share a run. Cohere's quantisation is
+specific to its own models; here a type other than float32 needs a checkpoint that declares it, or is refused.
 
-What is too long is cut at its end unless `truncate` says otherwise, as at Cohere's. There is no limit of 96 texts.
+A text that is too long is cut at its end unless `truncate` says otherwise, as by Cohere. There is no limit of 96 texts.
 """
 
 from __future__ import annotations
@@ -21,39 +21,26 @@ from msgspec import UNSET, Meta, UnsetType
 from common.errors import InvalidRequest
 from common.text.tokenization import NameOf
 from common.wire.messages import ModelFacts
-from gateway.formats import (
-    ENCODINGS,
-    Dtype,
-    check_dimensions,
-    check_dtype,
-    check_finite,
-    check_normalize,
-    json_rows,
-    list_pieces,
-)
-from gateway.model_requests import (
+from gateway.formats import ENCODINGS, Dtype, check_finite, json_rows, list_pieces
+from gateway.model_requests import EmbeddingRequest, Inputs, ModelOutput, ParsedRequest
+from gateway.parsing import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
     TRUNCATION,
-    EmbeddingRequest,
-    Inputs,
     InputType,
     Limits,
-    ModelOutput,
     Operation,
-    ParsedRequest,
     Truncation,
-    parse_prompt,
-)
-from gateway.schema import (
-    Body,
-    check_body,
+    check_dimensions,
+    check_dtype,
     check_list,
+    check_normalize,
     check_text,
     check_texts,
+    parse_prompt,
     unsupported,
-    wrong_type,
 )
+from gateway.schema import Body, wrong_type
 
 EmbeddingType = Dtype | Literal["base64"]
 
@@ -78,36 +65,36 @@ class EmbedBody(Body, kw_only=True):
 
     texts: Annotated[Any, Meta(description="Strings.", extra_json_schema=_TEXTS)] = None
     inputs: Annotated[
-        Any, Meta(description="Instead of `texts`: objects, each with one text.", extra_json_schema=_INPUTS)
+        Any, Meta(description="Objects with one text each, instead of `texts`.", extra_json_schema=_INPUTS)
     ] = None
     images: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
     input_type: Annotated[
         InputType | None,
-        Meta(description="What the texts are for: the checkpoint's prompt for it, if any, goes before them."),
+        Meta(description="What the texts are for. The checkpoint's prompt for it, if any, is put before every text."),
     ] = None
     embedding_types: Annotated[
         Annotated[list[EmbeddingType], Meta(min_length=1)] | None,
         Meta(
-            description="The types in which every vector is wanted, `base64` being that of `float`; all but these two "
-            "of a model that declares a quantiser."
+            description="The types in which every vector is returned; `base64` is base64 of `float`. All types but "
+            "these two need a model that declares a quantiser. By default `float`."
         ),
     ] = None
     output_dimension: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="The first so many of the model's; normalised again where the model normalises."),
+        Meta(description="Keep only this many dimensions, the first ones. A model that normalises does so after that."),
     ] = None
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="A text with more, special tokens and prompt included, is too long."),
+        Meta(description="A text with more tokens than this is too long. Special tokens and the prompt count."),
     ] = None
     truncate: Annotated[
         Truncation | bool | None,
-        Meta(description="What happens to a text that is too long: cut at its end or start, or refused."),
+        Meta(description="What happens to a text that is too long: it is cut at its end or its start, or refused."),
     ] = None
 
 
 class EmbeddingsByType(msgspec.Struct):
-    """Of each type that was asked for, a vector of each text."""
+    """A vector for each text, in each type that the request names."""
 
     float_: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
     int8: list[list[int]] | UnsetType = UNSET
@@ -122,7 +109,7 @@ class ApiVersion(msgspec.Struct):
 
 
 class BilledUnits(msgspec.Struct):
-    input_tokens: Annotated[int, Meta(description="Of the texts, however many types were asked for.")]
+    input_tokens: Annotated[int, Meta(description="Tokens of the texts, whatever the number of types.")]
 
 
 class EmbedMeta(msgspec.Struct):
@@ -139,7 +126,7 @@ class Embedded(msgspec.Struct):
 
 
 class EmbeddedV1(msgspec.Struct):
-    """Without `embedding_types`, bare vectors."""
+    """Without `embedding_types`, `embeddings` is a bare list of vectors."""
 
     id: str
     embeddings: EmbeddingsByType | list[list[float]]
@@ -149,20 +136,18 @@ class EmbeddedV1(msgspec.Struct):
 
 
 def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer.
+    """Make the request that a body asks for, with every check that needs no tokenizer.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
-    check_body(body, facts, "embed")
     types: list[EmbeddingType] = ["float"]
     if body.embedding_types is not None:
         types = list(dict.fromkeys(body.embedding_types))
     for one in types:
         if one != "base64":
             check_dtype(one, facts, "embedding_types")
-    # float32 comes first, where it is there: it alone may be normalised.
+    # float32 comes first, since only it may be normalised.
     encodings = sorted({ENCODINGS[one] for one in types}, key=["float32", "int8", "binary"].index)
     inputs = _parse_inputs(body, limits.max_inputs)
     truncation = replace(TRUNCATION[_word(body.truncate)], max_tokens=body.max_tokens)
@@ -172,7 +157,7 @@ def parse(body: EmbedBody, facts: ModelFacts, limits: Limits, *, version: str) -
             None, None, truncation, inputs, facts, input_type=body.input_type, direction_name="truncate"
         ),
         truncation=truncation,
-        # The last one is bits, where they are there.
+        # Bits come last, and have the strictest rule.
         dimensions=check_dimensions(body.output_dimension, facts, encodings[-1], "output_dimension"),
         normalize=check_normalize(None, facts, encodings[0]),
         encoding=encodings[0],
@@ -204,12 +189,12 @@ def render(
     version: str,
     bare: bool,
 ) -> bytes:
-    """The answer's body: of each type a list of vectors, or where it is `bare`, the only list alone.
+    """Write the answer's body: a list of vectors for each type, or, if `bare`, only one list without its type.
 
-    `encoding` is that of the output's first rows.
+    `encoding` is the encoding of `output.rows`.
 
     Raises:
-        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
+        NonfiniteOutput: a NaN or an infinity, which would become a null with status 200 in JSON.
     """
     check_finite(output.rows, name_of)
     rows = {encoding: output.rows, **output.more_rows}
@@ -236,9 +221,9 @@ def render(
 
 
 def _parse_inputs(body: EmbedBody, max_inputs: int) -> Inputs:
-    """The texts, from wherever they are."""
+    """The texts, from `texts` or from `inputs`."""
     if body.images is not None:
-        raise unsupported("images", "this server embeds text")
+        raise unsupported("images", "only text can be embedded")
     given = {name: value for name in ("texts", "inputs") if (value := getattr(body, name)) is not None}
     if len(given) > 1:
         raise InvalidRequest("texts and inputs exclude each other: send one of them.", param="inputs")
@@ -259,31 +244,31 @@ def _parse_inputs(body: EmbedBody, max_inputs: int) -> Inputs:
 
 
 def _text_of(value: object, name: str) -> str:
-    """The text of one of `inputs`, which is all that it holds."""
+    """The text of one member of `inputs`, which must hold nothing else."""
     if type(value) is not dict or value.keys() != {"content"} or type(value["content"]) is not list:
         raise wrong_type(name, "an object whose only field is content, a list")
     content = value["content"]
     if len(content) != 1:
-        raise unsupported(f"{name}.content", "a vector is made of one text, so that it holds one part")
+        raise unsupported(f"{name}.content", "it must have exactly one part, a text")
     (part,) = content
     where = f"{name}.content[0]"
     if type(part) is not dict:
         raise wrong_type(where, "an object with a type")
     if part.get("type") != "text":
-        raise unsupported(f"{where}.type", "this server embeds text")
+        raise unsupported(f"{where}.type", "only text can be embedded")
     if part.keys() != {"type", "text"}:
         raise wrong_type(where, "an object with a type and a text, and nothing else")
     return check_text(part["text"], f"{where}.text")
 
 
 def _word(truncate: Truncation | bool | None) -> Truncation:
-    """Cohere's word for what is to be done; true and false are taken for END and NONE, as on the other routes."""
+    """Cohere's word for truncation. True and false mean END and NONE, as on the other routes."""
     if truncate is None or truncate is True:
         return "END"
     return truncate or "NONE"
 
 
-_DESCRIPTION = "A vector of each text, in every type that is asked for."
+_DESCRIPTION = "Returns a vector for each text, in each type that the request names."
 
 EMBED = Operation(
     paths=("/v2/embed",),
@@ -293,14 +278,16 @@ EMBED = Operation(
     body=EmbedBody,
     answer=Embedded,
     parse=partial(parse, version="2"),
+    task="embed",
 )
 
 EMBED_V1 = Operation(
     paths=("/v1/embed",),
     dialect="Cohere",
     summary="Embed texts, as version 1 of Cohere's API does",
-    description=_DESCRIPTION + " Without `embedding_types` the answer has no types, and numbers as `float`.",
+    description=_DESCRIPTION + " Without `embedding_types`, returns a bare list of `float` vectors.",
     body=EmbedBody,
     answer=EmbeddedV1,
     parse=partial(parse, version="1"),
+    task="embed",
 )

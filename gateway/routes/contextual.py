@@ -1,8 +1,8 @@
-"""`POST /v1/contextualizedembeddings` as Perplexity's client speaks it: chunks → a vector of each. No sockets.
+"""`POST /v1/contextualizedembeddings`, as Perplexity's client sends it: chunks → a vector of each. No sockets.
 
 The chunks of a document are read together, and each gets its own vector (see common/text/chunks.py). A document is
-never cut, so that `truncate: true` is refused. `normalize`, `truncate`, `lane` and `user` are as on `/v1/embeddings`,
-and so are formats: `float` is the default here, too.
+never cut, so `truncate: true` is refused. `normalize`, `lane`, `user` and the formats are as on `/v1/embeddings`; the
+default format is `float` here, too.
 """
 
 from __future__ import annotations
@@ -17,29 +17,26 @@ from msgspec import Meta
 
 from common.wire.messages import ModelFacts, cu_seqlens
 from gateway.error_responses import Usage, render_usage
-from gateway.formats import (
-    ENCODINGS,
-    EncodingFormat,
+from gateway.formats import ENCODINGS, EncodingFormat, check_finite, json_rows
+from gateway.model_requests import ContextualRequest, ModelOutput, ParsedRequest
+from gateway.parsing import (
+    TEXTS_SCHEMA,
+    Limits,
+    Operation,
     check_dimensions,
     check_encoding_format,
-    check_finite,
-    check_normalize,
-    json_rows,
-)
-from gateway.model_requests import TEXTS_SCHEMA, ContextualRequest, Limits, ModelOutput, Operation, ParsedRequest
-from gateway.schema import (
-    Body,
-    check_body,
     check_list,
+    check_normalize,
     check_texts,
     too_many_inputs,
     unsupported,
     wrong_task,
 )
+from gateway.schema import Body
 
 PATH = "/v1/contextualizedembeddings"
 
-# Of one request, as Perplexity's own server has them.
+# Limits of one request, the same as those of Perplexity's server.
 MAX_TOKENS = 120_000
 MAX_DOCUMENTS = 512
 MAX_CHUNKS = 16_000
@@ -48,18 +45,19 @@ _INPUT_SCHEMA = {"type": "array", "items": TEXTS_SCHEMA, "minItems": 1, "maxItem
 
 
 class ContextualBody(Body, kw_only=True):
-    """Documents in chunks."""
+    """Documents, each a list of chunks."""
 
     input: Annotated[Any, Meta(description="Documents, each a list of chunks.", extra_json_schema=_INPUT_SCHEMA)]
     encoding_format: Annotated[
-        EncodingFormat | None, Meta(description="As of /v1/embeddings; `float` unless said otherwise.")
+        EncodingFormat | None, Meta(description="As for /v1/embeddings. By default `float`.")
     ] = None
-    dimensions: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="As of /v1/embeddings.")] = None
-    normalize: Annotated[bool | None, Meta(description="As of /v1/embeddings.")] = None
+    dimensions: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="As for /v1/embeddings.")] = None
+    normalize: Annotated[bool | None, Meta(description="As for /v1/embeddings.")] = None
     truncate: Annotated[
         bool | None,
         Meta(
-            description="Only false: a chunk that is cut off has no vector.", extra_json_schema={"enum": [False, None]}
+            description="Must be false: a chunk that is cut off would have no vector.",
+            extra_json_schema={"enum": [False, None]},
         ),
     ] = None
 
@@ -71,7 +69,7 @@ class ChunkEmbedding(msgspec.Struct):
 
 
 class DocumentEmbeddings(msgspec.Struct):
-    """A vector of each chunk of a document, in their order."""
+    """A vector for each chunk of a document, in the order of the chunks."""
 
     object: Literal["list"]
     index: int
@@ -86,15 +84,13 @@ class ContextualEmbeddings(msgspec.Struct):
 
 
 def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer.
+    """Make the request that a body asks for, with every check that needs no tokenizer.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
-    check_body(body, facts, "embed")
     if facts.separator_id is None:
-        raise wrong_task("has no token that stands between the chunks of a document; use /v1/embeddings")
+        raise wrong_task("has no separator token for the chunks of a document; use /v1/embeddings")
     encoding_format = check_encoding_format(body.encoding_format, facts)
     encoding = ENCODINGS[encoding_format]
     if body.truncate:
@@ -112,10 +108,10 @@ def parse(body: ContextualBody, facts: ModelFacts, limits: Limits) -> ParsedRequ
 
 
 def render(output: ModelOutput, *, documents: list[list[str]], encoding_format: EncodingFormat) -> bytes:
-    """The answer's body: a list a document, in it a vector a chunk.
+    """Write the answer's body: a list for each document, with a vector for each chunk.
 
     Raises:
-        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
+        NonfiniteOutput: a NaN or an infinity, which would become a null with status 200 in JSON.
     """
     starts = cu_seqlens(np.fromiter(map(len, documents), dtype=np.int32, count=len(documents)))
 
@@ -155,9 +151,10 @@ CONTEXTUAL = Operation(
     paths=(PATH,),
     dialect="OpenAI, Perplexity",
     summary="Embed the chunks of documents",
-    description="Each chunk gets a vector that is made in the light of its whole document. For a model that declares a "
-    "separator.",
+    description="Returns a vector for each chunk; the model reads the whole document for it. Needs a model that "
+    "declares a separator.",
     body=ContextualBody,
     answer=ContextualEmbeddings,
     parse=parse,
+    task="embed",
 )

@@ -1,11 +1,10 @@
-"""`POST /v1/embeddings` as clients of OpenAI, Perplexity and Voyage speak it: body → request, vectors → body. No I/O.
+"""`POST /v1/embeddings`, as clients of OpenAI, Perplexity and Voyage send it: body → request, vectors → body. No I/O.
 
-Fields that mean something are checked; those that OpenAI, LangChain, LlamaIndex, LiteLLM or vLLM clients send along and
-that cannot change a vector are accepted unread. Anything else is refused: it may be a misspelt field, and a vector made
-without it would be wrong.
+Fields that change a vector are checked. Fields that clients of OpenAI, LangChain, LlamaIndex, LiteLLM or vLLM send, and
+that cannot change a vector, are accepted and ignored. Every other field is refused, since it may be a misspelt one.
 
-`partial` is ours: of a list in which some inputs cannot be embedded the others are, and each of those is listed under
-`errors` with its index and its reason.
+`partial` is ours: inputs that cannot be embedded do not fail the others. They are listed under `errors`, each with its
+index and its reason.
 """
 
 from __future__ import annotations
@@ -21,32 +20,21 @@ from common.errors import InvalidRequest
 from common.text.tokenization import NameOf, TruncationRule
 from common.wire.messages import ModelFacts
 from gateway.error_responses import Error, Usage, error_object, render_usage
-from gateway.formats import (
-    ENCODINGS,
-    IN_BASE64,
-    Dtype,
-    EncodingFormat,
-    RowFormat,
+from gateway.formats import ENCODINGS, IN_BASE64, Dtype, EncodingFormat, RowFormat, check_finite, json_rows
+from gateway.model_requests import EmbeddingRequest, Matrix, ModelOutput, ParsedRequest
+from gateway.parsing import (
+    INPUT_SCHEMA,
+    InputType,
+    Limits,
+    Operation,
     check_dimensions,
     check_dtype,
     check_encoding_format,
-    check_finite,
     check_normalize,
-    json_rows,
-)
-from gateway.model_requests import (
-    INPUT_SCHEMA,
-    EmbeddingRequest,
-    InputType,
-    Limits,
-    Matrix,
-    ModelOutput,
-    Operation,
-    ParsedRequest,
     parse_inputs,
     parse_prompt,
 )
-from gateway.schema import Body, check_body
+from gateway.schema import Body
 
 PATH = "/v1/embeddings"
 
@@ -54,43 +42,53 @@ PATH = "/v1/embeddings"
 class EmbeddingsBody(Body, kw_only=True):
     """Texts, or token ids, to embed."""
 
-    input: Annotated[Any, Meta(description="What to embed; token ids run as they are.", extra_json_schema=INPUT_SCHEMA)]
+    input: Annotated[
+        Any, Meta(description="Texts or token ids to embed. Token ids are not changed.", extra_json_schema=INPUT_SCHEMA)
+    ]
     encoding_format: Annotated[
         EncodingFormat | None,
         Meta(
-            description="How a vector is written: numbers, or base64 of float32; of a model that declares a quantiser "
-            "also of int8 or of bits. `float` unless said otherwise."
+            description="How vectors are written: numbers, or base64 of float32. A model that declares a quantiser "
+            "also makes base64 of int8 or of bits. By default `float`."
         ),
     ] = None
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="The first so many of the model's; normalised again where the model normalises."),
+        Meta(description="Keep only this many dimensions, the first ones. A model that normalises does so after that."),
     ] = None
-    normalize: Annotated[bool | None, Meta(description="Unit length; as the checkpoint declares unless said.")] = None
-    truncate: Annotated[bool | None, Meta(description="Cut what is too long, rather than refuse it.")] = None
-    truncation_direction: Annotated[Literal["left", "right"] | None, Meta(description="Which end is cut off.")] = None
-    prompt_name: Annotated[str | None, Meta(description="One of the checkpoint's prompts, to go before texts.")] = None
-    prompt: Annotated[str | None, Meta(description="Words to go before every text.")] = None
-    partial: Annotated[bool | None, Meta(description="Embed what can be, and list what cannot under `errors`.")] = None
+    normalize: Annotated[
+        bool | None, Meta(description="Whether vectors have unit length. By default as the checkpoint declares.")
+    ] = None
+    truncate: Annotated[bool | None, Meta(description="Cut inputs that are too long, instead of refusing them.")] = None
+    truncation_direction: Annotated[
+        Literal["left", "right"] | None, Meta(description="The end at which inputs are cut. By default `right`.")
+    ] = None
+    prompt_name: Annotated[
+        str | None, Meta(description="The name of a prompt of the checkpoint, which is put before every text.")
+    ] = None
+    prompt: Annotated[str | None, Meta(description="A prompt of your own, which is put before every text.")] = None
+    partial: Annotated[bool | None, Meta(description="Embed the valid inputs, and list the others under `errors`.")] = (
+        None
+    )
     input_type: Annotated[
         InputType | None,
-        Meta(description="What the texts are for: the checkpoint's prompt for it, if any, goes before them."),
+        Meta(description="What the texts are for. The checkpoint's prompt for it, if any, is put before every text."),
     ] = None
-    truncation: Annotated[bool | None, Meta(description="As `truncate`, in the words of Voyage's client.")] = None
+    truncation: Annotated[bool | None, Meta(description="The same as `truncate`, for Voyage's client.")] = None
     output_dimension: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="As `dimensions`, in the words of Voyage's client.")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="The same as `dimensions`, for Voyage's client.")
     ] = None
     output_dtype: Annotated[
         Dtype | None,
         Meta(
-            description="The type of a vector's numbers, all but `float` of a model that declares a quantiser; "
-            "`encoding_format` then is `base64`, or left out for numbers."
+            description="The type of a vector's numbers. All types but `float` need a model that declares a quantiser. "
+            "`encoding_format` must be `base64`, or be left out for numbers."
         ),
     ] = None
-    safety_identifier: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    service_tier: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    store: Annotated[Any, Meta(description="Accepted and not read.")] = None
-    stream_options: Annotated[Any, Meta(description="Accepted and not read.")] = None
+    safety_identifier: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    service_tier: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    store: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
+    stream_options: Annotated[Any, Meta(description="Accepted for compatibility; ignored.")] = None
 
 
 class Embedding(msgspec.Struct):
@@ -105,25 +103,23 @@ class Failed(msgspec.Struct):
 
 
 class Embeddings(msgspec.Struct):
-    """A vector of each input, in their order."""
+    """A vector for each input, in the order of the inputs."""
 
     object: Literal["list"]
     model: str
     data: list[Embedding]
     usage: Usage
     errors: Annotated[
-        list[Failed] | msgspec.UnsetType, Meta(description="Of a `partial` request: the inputs without a vector.")
+        list[Failed] | msgspec.UnsetType, Meta(description="The inputs without a vector, if the request is `partial`.")
     ] = msgspec.UNSET
 
 
 def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer.
+    """Make the request that a body asks for, with every check that needs no tokenizer.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
-    check_body(body, facts, "embed")
     row_format = _row_format(body, facts)
     encoding = ENCODINGS[row_format]
     truncate = _either(body, "truncate", "truncation")
@@ -150,10 +146,10 @@ def parse(body: EmbeddingsBody, facts: ModelFacts, limits: Limits) -> ParsedRequ
 
 
 def render(output: ModelOutput, *, name_of: NameOf, row_format: RowFormat) -> bytes:
-    """The answer's body for rows of the format's encoding.
+    """Write the answer's body for rows of the format's encoding.
 
     Raises:
-        NonfiniteOutput: a NaN or an infinity, which JSON would turn into a null with status 200.
+        NonfiniteOutput: a NaN or an infinity, which would become a null with status 200 in JSON.
     """
     rows = output.rows
     places = range(len(rows)) if output.places is None else output.places
@@ -170,7 +166,7 @@ def render(output: ModelOutput, *, name_of: NameOf, row_format: RowFormat) -> by
 
 
 def _row_format(body: EmbeddingsBody, facts: ModelFacts) -> RowFormat:
-    """OpenAI's and Perplexity's clients name one of several formats, Voyage's a type and whether it is in base64."""
+    """The format. OpenAI's and Perplexity's clients name one; Voyage's name a type, and whether it is in base64."""
     if body.output_dtype is None:
         return check_encoding_format(body.encoding_format, facts)
     dtype = check_dtype(body.output_dtype, facts, "output_dtype")
@@ -179,16 +175,16 @@ def _row_format(body: EmbeddingsBody, facts: ModelFacts) -> RowFormat:
     if body.encoding_format is None or body.encoding_format == dtype:
         return dtype
     raise InvalidRequest(
-        "With output_dtype, encoding_format is base64 or left out: the type is output_dtype's to say.",
+        "With output_dtype, encoding_format must be base64 or left out.",
         param="encoding_format",
     )
 
 
 def _either(body: EmbeddingsBody, name: str, other: str) -> Any:  # noqa: ANN401  # a field's value
-    """The value of whichever of two fields that mean the same was sent."""
+    """The value of one of two fields that mean the same."""
     value, also = getattr(body, name), getattr(body, other)
     if value is not None and also is not None:
-        raise InvalidRequest(f"{name} and {other} are the same: send one of them.", param=other)
+        raise InvalidRequest(f"{name} and {other} mean the same: send one of them.", param=other)
     return also if value is None else value
 
 
@@ -196,9 +192,10 @@ EMBEDDINGS = Operation(
     paths=(PATH,),
     dialect="OpenAI, Perplexity, Voyage",
     summary="Embed texts",
-    description="A vector of each input. Where `Accept` ranks `application/octet-stream` above JSON the answer is the "
-    "bare little-endian matrix, its shape in `X-Embedding-Shape` and its type in `X-Embedding-Dtype`.",
+    description="Returns a vector for each input. If `Accept` ranks `application/octet-stream` above JSON, the answer "
+    "is the bare little-endian matrix, with its shape in `X-Embedding-Shape` and its type in `X-Embedding-Dtype`.",
     body=EmbeddingsBody,
     answer=Embeddings,
     parse=parse,
+    task="embed",
 )

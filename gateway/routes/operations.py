@@ -1,4 +1,4 @@
-"""What operators and client libraries ask about the server itself: readiness, models, facts. No sockets."""
+"""Routes about the server itself, for operators and client libraries: readiness, models, facts. No sockets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from common.text.tokenization import MAX_CHARS_PER_TOKEN
 from common.wire.messages import PROTOCOL_VERSION, ModelFacts, max_rows
 from gateway.edge.body import BodyLimits
 from gateway.edge.http import HttpLimits
+from gateway.parsing import is_served, model_not_found
 from gateway.routes import contextual, rerank
-from gateway.schema import is_served, model_not_found
 from gateway.status import Readiness, Status
 
 _PACKAGES = ("aiohttp", "tokenizers", "pyzmq", "numpy")
@@ -31,7 +31,7 @@ class Workers(msgspec.Struct):
 
 
 class ModelReady(msgspec.Struct):
-    """Whether a worker of one of several models can serve."""
+    """The readiness of one of several models."""
 
     status: Status
     workers: Workers
@@ -39,18 +39,20 @@ class ModelReady(msgspec.Struct):
 
 
 class Ready(msgspec.Struct):
-    """Whether a worker can serve, of several models one of each."""
+    """Whether a worker can serve; with several models, whether each model has one."""
 
     status: Status
     workers: Workers
     model: str | None
     reason: str | UnsetType = UNSET
-    models: Annotated[dict[str, ModelReady] | UnsetType, Meta(description="Of several models each by itself.")] = UNSET
+    models: Annotated[
+        dict[str, ModelReady] | UnsetType, Meta(description="The readiness of each model, if there are several.")
+    ] = UNSET
 
 
 class ModelCard(msgspec.Struct):
     id: str
-    created: Annotated[int, Meta(description="When this gateway started, in seconds since 1970.")]
+    created: Annotated[int, Meta(description="When this gateway started, in seconds since 1970 (UTC).")]
     object: Literal["model"] = "model"
     owned_by: str = "hedgerow"
 
@@ -61,7 +63,7 @@ class ModelList(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """What is told of the model; its place on this host's disk is not."""
+    """Facts of the model."""
 
     name: str
     fingerprint: str
@@ -77,7 +79,7 @@ class ModelInfo(msgspec.Struct):
     normalize: bool
     tasks: list[str]
     encodings: list[str]
-    prompts: Annotated[list[str], Meta(description="Their names.")]
+    prompts: Annotated[list[str], Meta(description="The names of the prompts.")]
     default_prompt_name: str | None
     include_prompt: bool
     num_labels: int
@@ -87,12 +89,12 @@ class ModelInfo(msgspec.Struct):
 
 
 class LimitsInfo(msgspec.Struct):
-    """The limits that a client may meet."""
+    """The limits on requests."""
 
     max_body_bytes: int
     max_body_chunks: int
     max_held_bytes: Annotated[
-        int, Meta(description="Of all requests to one gateway: their bodies, then their token ids and rows.")
+        int, Meta(description="Bytes of all requests in one gateway: bodies, token ids and rows.")
     ]
     max_target_bytes: int
     max_headers: int
@@ -103,7 +105,7 @@ class LimitsInfo(msgspec.Struct):
     max_inputs: int
     max_request_tokens: int
     max_rerank_documents: Annotated[
-        int, Meta(description="Of `documents`; of TEI's `texts` as many as inputs, its `max_client_batch_size`.")
+        int, Meta(description="The most `documents`. TEI's `texts` are limited by `max_inputs`.")
     ]
     max_contextual_documents: int
     max_contextual_chunks: int
@@ -117,7 +119,7 @@ class LimitsInfo(msgspec.Struct):
     max_timeout_ms: int
     auto_truncate: bool
     max_input_tokens: int | None
-    max_input_chars: Annotated[int | None, Meta(description="Of a text that may not be cut.")]
+    max_input_chars: Annotated[int | None, Meta(description="The most characters of a text that may not be cut.")]
     max_embed_all_tokens: int | None
 
 
@@ -131,15 +133,15 @@ class Pooling(msgspec.Struct):
 
 
 class ModelType(msgspec.Struct):
-    """One of these."""
+    """Exactly one of these is set."""
 
     embedding: Pooling | UnsetType = UNSET
-    reranker: Annotated[Classifier | UnsetType, Meta(description="What gives one score.")] = UNSET
+    reranker: Annotated[Classifier | UnsetType, Meta(description="Set if the model gives one score.")] = UNSET
     classifier: Classifier | UnsetType = UNSET
 
 
 class Info(msgspec.Struct):
-    """Facts, and once more those that clients of text-embeddings-inference read, by its names."""
+    """Facts of the server; those that clients of text-embeddings-inference read are there under its names, too."""
 
     model: ModelInfo | None
     versions: dict[str, str | int | None]
@@ -157,7 +159,10 @@ class Info(msgspec.Struct):
     version: str | None
     models: Annotated[
         dict[str, ModelInfo | None] | UnsetType,
-        Meta(description="Of several models each by itself; all else is of the first, or of the one in `X-Model`."),
+        Meta(
+            description="Facts of each model, if there are several. The other fields are those of the first model, or "
+            "of the one that `X-Model` names."
+        ),
     ] = UNSET
     model_sha: None = None
     max_batch_requests: None = None
@@ -166,12 +171,12 @@ class Info(msgspec.Struct):
 
 
 def health() -> Health:
-    """The gateway's process lives and its loop turns. Nothing else is asked, so nothing else can make this slow."""
+    """The process lives and its event loop runs. Nothing else is checked, so nothing else can slow this down."""
     return Health()
 
 
 def ready(readiness: Readiness, model: str | None, each: Mapping[str, Readiness] | None = None) -> Ready:
-    """`each`: of several models."""
+    """`each` has the readiness of each model if there are several."""
     return Ready(
         status=readiness.status,
         workers=Workers(readiness.workers_ready, readiness.workers_total),
@@ -199,9 +204,9 @@ def model(name: str, names: Sequence[str], created_s: int) -> ModelCard:
 
 
 class ServerFacts:
-    """What /info says beside the model; it stays as it is while the gateway lives.
+    """The facts in /info that do not depend on the model, and do not change while the gateway lives.
 
-    Gathered once: a package's version is read from its files.
+    They are gathered once, because a package's version is read from its files.
     """
 
     def __init__(self, config: GatewayConfig, http: HttpLimits, body: BodyLimits) -> None:
@@ -239,11 +244,11 @@ class ServerFacts:
 
     @property
     def version(self) -> str:
-        """This server's own; a copy that was never installed has none that it knows of."""
+        """This server's version; "unknown" if it runs from a folder that was never installed."""
         return str(self._versions["hedgerow"] or "unknown")
 
     def info(self, facts: ModelFacts | None, each: Mapping[str, ModelFacts | None] | None = None) -> Info:
-        """The model, what runs it, and the limits; `each`: of several models."""
+        """The model, the server's versions and its limits. `each` has the facts of each model if there are several."""
         config, limits = self._config, self._limits
         if facts is not None:
             limits = limits | {

@@ -1,10 +1,9 @@
-"""The pages for people: `/` shows what is served and lets one try it, `/docs` is the API in words. No sockets.
+"""The web pages: `/` shows what is served and lets you try it, `/docs` shows the API. No sockets.
 
-They are plain files in gateway/pages, without a build step or anything from another host. The style sheet and the
-scripts that a page names are put into it once, at the start: a page is then one answer, needs no routes beyond its own,
-and no key opens half of it. What a page may run is said by hash in its Content-Security-Policy, so that markup which
-slipped into it (none should: texts are shown as text nodes) would still run nothing, load nothing and send nothing
-elsewhere.
+They are plain files in gateway/pages, without a build step and without anything from another host. At the start, the
+style sheet and scripts that a page names are put into it. A page is then one answer and needs no other routes, so no
+key can open only half of it. The Content-Security-Policy names the page's scripts by hash. Markup that slips into a
+page (none should: texts are shown as text nodes) could run nothing, load nothing and send nothing to another host.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page as it is sent."""
+    """A page and its headers, ready to be sent."""
 
     body: bytes
     headers: dict[str, str]
 
 
 def load() -> dict[str, Page]:
-    """Every page by its path. Reads files: call once, at the start."""
+    """All pages by path. It reads files, so call it once, at the start."""
     return {path: _page((_FOLDER / name).read_text(encoding="utf-8")) for path, name in _FILES.items()}
 
 
@@ -39,7 +38,7 @@ def _page(html: str) -> Page:
     styles = [(_FOLDER / name).read_text(encoding="utf-8") for name in _STYLE.findall(html)]
     scripts = [(_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPT.findall(html)]
     inline = iter([*styles, *scripts])
-    # By a function: in a replacement text a backslash would mean something.
+    # The replacement is a function, because a backslash in a replacement string is an escape.
     html = _STYLE.sub(lambda _: f"<style>{next(inline)}</style>", html)
     html = _SCRIPT.sub(lambda _: f"<script>{next(inline)}</script>", html)
     policy = (
@@ -57,11 +56,11 @@ def _page(html: str) -> Page:
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",  # after an upgrade the old page must not ask the new server
+        "Cache-Control": "no-cache",  # after an upgrade, an old page must not talk to the new server
     }
     return Page(html.encode(), headers)
 
 
 def _source(text: str) -> str:
-    """What a Content-Security-Policy calls this inline text. Source: Content Security Policy Level 3, hash-source."""
+    """The name of an inline text in a policy. Source: Content Security Policy Level 3, hash-source."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

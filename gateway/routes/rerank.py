@@ -1,11 +1,12 @@
-"""Scores of pairs of texts: `/rerank` as clients of Cohere, Jina and Voyage speak it, `/score` as vLLM's. No sockets.
+"""Scores of pairs of texts: `/rerank` as clients of Cohere, Jina and Voyage send it, `/score` as vLLM's. No sockets.
 
-What the model makes of a pair is a logit. `relevance_score` is what the checkpoint's own activation (mostly the
-sigmoid) makes of it, or with `raw_scores` the logit. Results are in the order of the logits: a sigmoid in float32 is
-1.0 from 17 on, and the best of several such documents would be whichever came first. Equal logits keep the order of
-the documents, and equal documents have equal logits, since each is run once.
+The model returns a logit for each pair. `relevance_score` is the logit after the checkpoint's own activation, usually
+the sigmoid, or with `raw_scores` the logit itself. Results are ordered by the logits: in float32 a sigmoid is 1.0 from
+17 on, so scores would not order the best documents. Equal logits keep the order of the documents. Equal documents have
+equal logits, since each different one runs once.
 
-Defaults differ where the servers' own do: `/rerank` cuts what is too long, as Cohere's does, `/score` refuses it.
+The defaults are those of the servers that these routes copy: `/rerank` cuts what is too long, as Cohere does, and
+`/score` refuses it.
 """
 
 from __future__ import annotations
@@ -24,42 +25,36 @@ from common.text.tokenization import TruncationRule
 from common.wire.messages import ModelFacts
 from gateway.error_responses import Usage, render_usage
 from gateway.formats import check_finite, decimals, json_list, scores_of
-from gateway.model_requests import (
+from gateway.model_requests import ModelOutput, PairsRequest, ParsedRequest
+from gateway.parsing import (
     TEXT_OR_TEXTS_SCHEMA,
     TEXT_SCHEMA,
     TRUNCATION,
     Limits,
-    ModelOutput,
     Operation,
-    PairsRequest,
-    ParsedRequest,
     Truncation,
     check_cut,
-)
-from gateway.schema import (
-    Body,
-    check_body,
     check_list,
     check_one_score,
     check_text,
     check_texts,
     empty_input,
     unsupported,
-    wrong_type,
 )
+from gateway.schema import Body, wrong_type
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
 
-# As Voyage's own server has it, and as much as Cohere advises.
+# The limit of Voyage's server, and the most that Cohere recommends.
 MAX_DOCUMENTS = 1000
 
-_DOCUMENTS_PER_SEARCH_UNIT = 100  # what Cohere's clients read in `billed_units`: one query with so many documents
+_DOCUMENTS_PER_SEARCH_UNIT = 100  # a unit in `billed_units`, as Cohere defines it
 
-# Of Cohere's: each would change scores or results if it were read. (`rank_fields` may ask for what is done.)
+# Cohere's fields that would change scores or results, and why each is refused. (`rank_fields` may be ["text"].)
 _UNSUPPORTED = {
-    "rank_fields": "of a document only its text is read",
-    "max_chunks_per_doc": "a document is one text; max_tokens_per_doc shortens it",
+    "rank_fields": "only the text of a document is read",
+    "max_chunks_per_doc": "documents are not split; max_tokens_per_doc shortens them",
     "relevant_spans": "a document is scored as a whole",
 }
 
@@ -69,49 +64,51 @@ _COUNT = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
 
 
 class PairsBody(Body, kw_only=True):
-    """What both routes take."""
+    """Fields of both routes."""
 
     truncate: Annotated[
         Truncation | bool | None,
-        Meta(description="What happens to a pair that is too long: refused, or cut at a document's start or end."),
+        Meta(
+            description="What happens to a pair that is too long: it is refused, or cut at its document's start or end."
+        ),
     ] = None
-    truncation: Annotated[
-        bool | UnsetType | None, Meta(description="As `truncate`, in the words of Voyage's client.")
-    ] = UNSET
-    instruction: Annotated[str | None, Meta(description="Of a model whose template has one, instead of its own.")] = (
-        None
+    truncation: Annotated[bool | UnsetType | None, Meta(description="The same as `truncate`, for Voyage's client.")] = (
+        UNSET
     )
-    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than what the activation makes of them.")] = (
-        None
-    )
+    instruction: Annotated[
+        str | None, Meta(description="Replaces the instruction in the template of a model that has one.")
+    ] = None
+    raw_scores: Annotated[bool | None, Meta(description="Return logits, without the checkpoint's activation.")] = None
 
 
 class RerankBody(PairsBody, kw_only=True):
-    """A query and the documents to be put in order."""
+    """A query, and documents to rank."""
 
     query: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
     documents: Annotated[
         Any,
         Meta(
-            description="Strings, or objects of which `text` is read.",
+            description="Strings, or objects with a `text`. Their other fields are ignored.",
             extra_json_schema={"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": MAX_DOCUMENTS},
         ),
     ]
-    top_n: Annotated[Any, Meta(description="So many results; left out, all.", extra_json_schema=_COUNT)] = None
+    top_n: Annotated[Any, Meta(description="The number of results. By default all.", extra_json_schema=_COUNT)] = None
     top_k: Annotated[
-        Any | UnsetType, Meta(description="As `top_n`, in the words of Voyage's client.", extra_json_schema=_COUNT)
+        Any | UnsetType, Meta(description="The same as `top_n`, for Voyage's client.", extra_json_schema=_COUNT)
     ] = UNSET
-    return_documents: Annotated[bool | None, Meta(description="Have each result bring its document's text.")] = None
+    return_documents: Annotated[bool | None, Meta(description="Return each document's text with its result.")] = None
     max_tokens_per_doc: Annotated[
-        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None, Meta(description="Of each document so many tokens are read.")
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None, Meta(description="Cut each document to this many tokens.")
     ] = None
-    rank_fields: Annotated[Any, Meta(description='Only ["text"].', extra_json_schema={"enum": [["text"], None]})] = None
+    rank_fields: Annotated[
+        Any, Meta(description='Must be ["text"] or left out.', extra_json_schema={"enum": [["text"], None]})
+    ] = None
     max_chunks_per_doc: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
     relevant_spans: Annotated[Any, Meta(description="Not supported.", extra_json_schema={"type": "null"})] = None
 
 
 class ScoreBody(PairsBody, kw_only=True):
-    """Texts to compare: one with one, one with many, or as many with as many."""
+    """Texts to compare: one with one, one with each of a list, or two lists of the same length in pairs."""
 
     text_1: Annotated[Any, Meta(extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
     text_2: Annotated[Any, Meta(extra_json_schema=TEXT_OR_TEXTS_SCHEMA)]
@@ -122,7 +119,7 @@ class Document(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct):
-    index: Annotated[int, Meta(description="Of the document, in the request.")]
+    index: Annotated[int, Meta(description="The index of the document in the request.")]
     relevance_score: float
     document: Document | UnsetType = UNSET
 
@@ -134,16 +131,19 @@ class VoyageResult(msgspec.Struct):
 
 
 class Reranked(msgspec.Struct):
-    """Results in the order of the logits."""
+    """Results, the most relevant first."""
 
     id: str
     object: Literal["rerank"]
     model: str
     results: list[RerankResult]
     usage: Usage
-    meta: Annotated[dict[str, dict[str, int]], Meta(description="`billed_units` and `tokens`, for Cohere's client.")]
+    meta: Annotated[
+        dict[str, dict[str, int]], Meta(description="`billed_units` and `tokens`, which Cohere's client reads.")
+    ]
     data: Annotated[
-        list[VoyageResult] | UnsetType, Meta(description="`results` once more, where the body is of Voyage's client.")
+        list[VoyageResult] | UnsetType,
+        Meta(description="`results` in Voyage's form, if the body is from Voyage's client."),
     ] = UNSET
 
 
@@ -154,7 +154,7 @@ class Score(msgspec.Struct):
 
 
 class Scores(msgspec.Struct):
-    """A score of each pair, in their order."""
+    """A score for each pair, in the order of the pairs."""
 
     id: str
     object: Literal["list"]
@@ -164,13 +164,12 @@ class Scores(msgspec.Struct):
 
 
 def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer.
+    """Make the request that a body asks for, with every check that needs no tokenizer.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
-    _check_body(body, facts)
+    check_one_score(facts)
     for name, reason in _UNSUPPORTED.items():
         value = getattr(body, name)
         if value is not None and (name, value) != ("rank_fields", ["text"]):
@@ -186,7 +185,7 @@ def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedR
             top_n=top_n,
             return_documents=bool(body.return_documents),
             raw_scores=bool(body.raw_scores),
-            # Its client sends both, always.
+            # Voyage's client always sends both.
             voyage=body.top_k is not UNSET or body.truncation is not UNSET,
         ),
         num_chars=sum(map(len, documents)) if body.return_documents else 0,
@@ -194,14 +193,13 @@ def parse_rerank(body: RerankBody, facts: ModelFacts, limits: Limits) -> ParsedR
 
 
 def parse_score(body: ScoreBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer. Raises as `parse_rerank` does."""
-    _check_body(body, facts)
+    """Make the request that a body asks for. Raises as `parse_rerank` does."""
+    check_one_score(facts)
     first, first_lone = _parse_texts(body.text_1, "text_1", limits.max_inputs)
     second, second_lone = _parse_texts(body.text_2, "text_2", limits.max_inputs)
     if len(first) not in (1, len(second)):
         raise InvalidRequest(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text_1 for all of text_2, or as many of "
-            "the one as of the other.",
+            f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text_1, or the same number of both.",
             param="text_2",
         )
     query = "text_1" if first_lone or len(first) > 1 else "text_1[0]"
@@ -219,10 +217,9 @@ def render_rerank(
     raw_scores: bool,
     voyage: bool,
 ) -> bytes:
-    """The answer's body. A document in it is the client's own text, and its key is there only where it was asked for.
+    """Write the answer's body. Documents are in it only if the client asks for them.
 
-    Beside `results` Voyage's client, told by its fields, gets the same list as it reads it: `data`, documents as bare
-    strings.
+    Voyage's client, recognised by its fields, also gets `data`: the same list with documents as bare strings.
 
     Raises:
         NonfiniteOutput: a logit is a NaN or an infinity.
@@ -233,10 +230,10 @@ def render_rerank(
     order = np.argsort(-logits, kind="stable")[:top_n].tolist()
 
     def results(document: bytes) -> bytes:
-        """The list, with documents written so."""
+        """The list of results; `document` is the template for a document's text."""
         written = []
         for index in order:
-            # One text at a time: see formats.py.
+            # One text in each call: see `json_rows`.
             text = document % orjson.dumps(documents[index]) if return_documents else b""
             written.append(b'{"index":%d,"relevance_score":%b%b}' % (index, scores[index], text))
         return json_list(written)
@@ -253,17 +250,12 @@ def render_rerank(
 
 
 def render_score(output: ModelOutput, *, names: PairNames, raw_scores: bool) -> bytes:
-    """The answer's body, in the order of the pairs. Raises as `render_rerank` does."""
+    """Write the answer's body, in the order of the pairs. Raises as `render_rerank` does."""
     check_finite(output.rows, names.document)
     scores = decimals(scores_of(output.logits[:, 0], output.facts.score_activation, raw=raw_scores))
     data = [b'{"index":%d,"object":"score","score":%b}' % numbered for numbered in enumerate(scores)]
     pieces = [*_head(output, b"list"), b',"data":[', b",".join(data), b"],", render_usage(output.num_tokens), b"}"]
     return b"".join(pieces)
-
-
-def _check_body(body: PairsBody, facts: ModelFacts) -> None:
-    check_body(body, facts, "score")
-    check_one_score(facts)
 
 
 def _pairs_request(
@@ -275,7 +267,7 @@ def _pairs_request(
     truncation: Truncation,
     max_document_tokens: int | None = None,
 ) -> PairsRequest:
-    """The request for these pairs, with what both routes have; `truncation` is what holds where a client is silent."""
+    """The request for these pairs. `truncation` is the route's default."""
     return PairsRequest(
         queries=queries,
         documents=documents,
@@ -288,11 +280,11 @@ def _pairs_request(
 
 
 def _parse_truncation(body: PairsBody, facts: ModelFacts, default: Truncation) -> TruncationRule:
-    """Cohere's words, or true and false in a field of either name."""
+    """The rule for pairs that are too long: Cohere's words, or true and false, in either of two fields."""
     asked = body.truncate
     if isinstance(body.truncation, bool):
         if asked is not None:
-            raise InvalidRequest("truncate and truncation are the same: send one of them.", param="truncation")
+            raise InvalidRequest("truncate and truncation mean the same: send one of them.", param="truncation")
         asked = body.truncation
     if asked is None:
         asked = default
@@ -304,13 +296,13 @@ def _parse_truncation(body: PairsBody, facts: ModelFacts, default: Truncation) -
 def _parse_top_n(body: RerankBody) -> int | None:
     given = {name: value for name in ("top_n", "top_k") if (value := getattr(body, name)) not in (None, UNSET)}
     if len(given) > 1:
-        raise InvalidRequest("top_n and top_k are the same: send one of them.", param="top_k")
+        raise InvalidRequest("top_n and top_k mean the same: send one of them.", param="top_k")
     if not given:
         return None
     ((name, value),) = given.items()
     if type(value) is not int or value < 1:
         raise InvalidRequest(
-            f"{name} must be a whole number from 1; more than there are documents means all of them.",
+            f"{name} must be a whole number of at least 1. If it exceeds the documents, all are returned.",
             param=name,
             code="out_of_range",
         )
@@ -320,18 +312,18 @@ def _parse_top_n(body: RerankBody) -> int | None:
 def _parse_documents(value: object, max_documents: int) -> list[str]:
     wanted = 'a list of strings, or of objects with a "text"'
     documents = check_list(value, "documents", wanted, max_documents, "rank", "documents")
-    # Of an object only its text counts, as at Cohere's.
+    # An object's other fields are ignored, as by Cohere.
     texts: list[object] = [document.get("text") if type(document) is dict else document for document in documents]
     for index, text in enumerate(texts):
         if type(text) is not str:
             raise wrong_type(f"documents[{index}]", 'a string, or an object whose "text" is one')
         if not text:
             raise empty_input(f"documents[{index}]", "rank")
-    return texts  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
+    return texts  # type: ignore[return-value]  # checked in a way that mypy cannot follow
 
 
 def _parse_texts(value: object, name: str, max_inputs: int) -> tuple[list[str], bool]:
-    """The texts of the field of this name, and whether it is a lone one."""
+    """The texts of a field, and whether it holds one text without a list around it."""
     if type(value) is str:
         if not value:
             raise empty_input(name, "score")
@@ -348,19 +340,22 @@ def _head(output: ModelOutput, kind: bytes) -> tuple[bytes, ...]:
 RERANK = Operation(
     paths=RERANK_PATHS,
     dialect="Cohere, Jina, Voyage",
-    summary="Put documents in order",
-    description="How relevant each document is to the query, the most relevant first. For a model that scores pairs.",
+    summary="Rank documents",
+    description="Returns each document's relevance to the query, the most relevant first. Needs a model that scores "
+    "pairs.",
     body=RerankBody,
     answer=Reranked,
     parse=parse_rerank,
+    task="score",
 )
 
 SCORE = Operation(
     paths=SCORE_PATHS,
     dialect="vLLM",
     summary="Score pairs of texts",
-    description="A score of each pair, in the order of the pairs. For a model that scores pairs.",
+    description="Returns a score for each pair, in the order of the pairs. Needs a model that scores pairs.",
     body=ScoreBody,
     answer=Scores,
     parse=parse_score,
+    task="score",
 )

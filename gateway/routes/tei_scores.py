@@ -1,10 +1,10 @@
-"""The scores of text-embeddings-inference (TEI): `/rerank` with `texts`, and `/predict`. No sockets.
+"""text-embeddings-inference (TEI): scores, that is `/rerank` with `texts`, and `/predict`. No sockets.
 
-As there, one score becomes a probability by the sigmoid and several by the softmax, whatever activation the checkpoint
-declares, unless `raw_scores` asks for the logits; lists are in the order of the logits, the best first.
+As with TEI, one score becomes a probability by the sigmoid and several by the softmax, whatever activation the
+checkpoint declares; `raw_scores` asks for the logits. Lists are ordered by the logits, the best first.
 
-huggingface_hub's InferenceClient, which sends `parameters` when it classifies, takes the first of the lists in the
-answer to be the text's: so the answer to such a body is a list of lists, as the hub's own servers write it.
+huggingface_hub's InferenceClient sends `parameters` when it classifies, and reads the first list in the answer. So the
+answer to a body with `parameters` is a list of lists, as from the hub's own servers.
 """
 
 from __future__ import annotations
@@ -23,28 +23,22 @@ from common.text.pairs import PairNames
 from common.text.tokenization import NameOf
 from common.wire.messages import OWN_PAIRS, ModelFacts
 from gateway.formats import check_finite, decimals, json_list, probabilities_of, scores_of
-from gateway.model_requests import (
+from gateway.model_requests import LabelsRequest, ModelOutput, PairsRequest, ParsedRequest
+from gateway.parsing import (
     TEXT_SCHEMA,
     TEXTS_SCHEMA,
-    LabelsRequest,
     Limits,
-    ModelOutput,
     Operation,
-    PairsRequest,
-    ParsedRequest,
     check_cut,
-)
-from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
-from gateway.schema import (
-    check_body,
     check_list,
     check_one_score,
     check_text,
     check_texts,
     unsupported,
 )
+from gateway.routes.tei import DIALECT, ROOT, TruncatingBody, truncation_of
 
-# What becomes of the logits of an input.
+# The function that is applied to the logits of an input.
 Scale = Literal["sigmoid", "softmax", "none"]
 
 _PAIR = TEXTS_SCHEMA | {"maxItems": 2}
@@ -56,53 +50,60 @@ Inputs = Annotated[
 ]
 
 
-# What `inputs` may be, for people.
+# What `inputs` may be, as errors describe it.
 _TAKEN = "a text, a list of one, a pair of texts, or a list of such lists"
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """What is to be labelled."""
+    """The inputs to label."""
 
-    inputs: list[tuple[str, ...]]  # each one text or two
+    inputs: list[tuple[str, ...]]  # each has one text or two
     name_of: NameOf
-    lone: bool  # it came without a list around it, and so does its answer
+    lone: bool  # one input without a list around it; its answer has no list around it either
 
 
 class RankBody(TruncatingBody, kw_only=True):
-    """A query and texts to be put in order."""
+    """A query, and texts to rank."""
 
-    query: Annotated[str, Meta(description="What the texts should be relevant to.", extra_json_schema={"minLength": 1})]
+    query: Annotated[
+        str, Meta(description="The query that the texts should be relevant to.", extra_json_schema={"minLength": 1})
+    ]
     texts: Annotated[Any, Meta(description="Strings.", extra_json_schema=TEXTS_SCHEMA)]
-    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than probabilities.")] = None
-    return_text: Annotated[bool | None, Meta(description="Have each rank bring its text.")] = None
+    raw_scores: Annotated[bool | None, Meta(description="Return logits instead of probabilities.")] = None
+    return_text: Annotated[bool | None, Meta(description="Return each text with its rank.")] = None
 
 
 class PredictBody(TruncatingBody, kw_only=True):
-    """Texts, or pairs of texts, to label."""
+    """Texts, or pairs of texts, to classify."""
 
     inputs: Inputs
-    raw_scores: Annotated[bool | None, Meta(description="Logits, rather than probabilities.")] = None
+    raw_scores: Annotated[bool | None, Meta(description="Return logits instead of probabilities.")] = None
 
 
 class ClassifyParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How labels are written."""
+    """Which labels are returned, and with which scores."""
 
     function_to_apply: Annotated[
-        Scale | None, Meta(description="Softmax for several labels and sigmoid for one, unless said.")
+        Scale | None, Meta(description="By default softmax for several labels, and sigmoid for one.")
     ] = None
-    top_k: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="The best so many labels of each.")] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Return only this many labels of each input, the best ones."),
+    ] = None
 
 
 class ClassifyBody(TruncatingBody, kw_only=True):
-    """Texts, or pairs of texts, to label, as huggingface_hub asks for it."""
+    """Texts, or pairs of texts, to classify, as huggingface_hub sends them."""
 
     inputs: Inputs
-    parameters: Annotated[ClassifyParameters | None, Meta(description="How labels are written.")] = None
+    parameters: Annotated[
+        ClassifyParameters | None, Meta(description="Which labels are returned, and with which scores.")
+    ] = None
 
 
 class Rank(msgspec.Struct):
-    index: Annotated[int, Meta(description="Of the text, in the request.")]
+    index: Annotated[int, Meta(description="The index of the text in the request.")]
     score: float
     text: str | UnsetType = UNSET
 
@@ -113,13 +114,11 @@ class Prediction(msgspec.Struct):
 
 
 def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    """The request of a body, checked as far as it can be without a tokenizer; so do the others here.
+    """Make the request that a body asks for, with every check that needs no tokenizer. The other parsers do the same.
 
     Raises:
-        InvalidRequest: with the code and `param` of the first thing that is wrong.
-        NotFound: model_not_found.
+        InvalidRequest: the code and `param` say which field is wrong first.
     """
-    check_body(body, facts, "score")
     check_one_score(facts)
     check_text(body.query, "query", "compare with")
     texts = check_list(body.texts, "texts", "a list of strings", limits.max_inputs, "rank", "texts")
@@ -144,36 +143,34 @@ def parse_rerank(body: RankBody, facts: ModelFacts, limits: Limits) -> ParsedReq
 
 
 def parse_predict(body: PredictBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    check_body(body, facts, "score")
     scale: Scale | None = "none" if body.raw_scores else None
     return _labels_asked(body, _parse_texts(body.inputs, limits.max_inputs), facts, limits, scale)
 
 
 def parse_classify(body: ClassifyBody, facts: ModelFacts, limits: Limits) -> ParsedRequest:
-    check_body(body, facts, "score")
     parameters = body.parameters or ClassifyParameters()
     texts = replace(_parse_texts(body.inputs, limits.max_inputs), lone=False)
     return _labels_asked(body, texts, facts, limits, parameters.function_to_apply, top_k=parameters.top_k)
 
 
 def render_ranks(output: ModelOutput, *, texts: list[str] | None, raw: bool) -> bytes:
-    """A list of the texts' places and scores, the best first; equal ones keep the request's order.
+    """Write each text's index and score, the best first; equal logits keep the order of the texts.
 
     Raises:
-        NonfiniteOutput: a logit is a NaN or an infinity; so does the other.
+        NonfiniteOutput: a logit is a NaN or an infinity; `render_labels` raises the same.
     """
     check_finite(output.rows, PairNames("query", "texts").document)
     logits = output.logits[:, 0]
     scores = decimals(scores_of(logits, "sigmoid", raw=raw))
     ranks = []
     for index in np.argsort(-logits, kind="stable").tolist():
-        text = b"" if texts is None else b',"text":%b' % orjson.dumps(texts[index])  # one at a time: see formats.py
+        text = b"" if texts is None else b',"text":%b' % orjson.dumps(texts[index])  # one in each call: see `json_rows`
         ranks.append(b'{"index":%d%b,"score":%b}' % (index, text, scores[index]))
     return json_list(ranks)
 
 
 def render_labels(output: ModelOutput, *, name_of: NameOf, scale: Scale, top_k: int | None, lone: bool) -> bytes:
-    """A list of the labels of each input, the likeliest first, in a list; without that one for a `lone` input."""
+    """Write a list for each input, with its labels, the likeliest first; only that list for a `lone` input."""
     check_finite(output.rows, name_of)
     logits = output.logits
     labels = [orjson.dumps(label) for label in output.facts.labels]
@@ -197,7 +194,7 @@ def _labels_asked(
     if facts.pair_template != OWN_PAIRS:
         for index, of_input in enumerate(texts.inputs):
             if len(of_input) == 1:
-                raise unsupported(texts.name_of(index), "this model scores pairs in its template, and no single text")
+                raise unsupported(texts.name_of(index), "this model scores only pairs")
     truncation = truncation_of(body.truncate, body.truncation_direction, limits)
     check_cut(truncation, facts, "truncation_direction")
     request = LabelsRequest(
@@ -217,7 +214,7 @@ def _labels_asked(
 
 
 def _parse_texts(value: object, max_inputs: int) -> _Texts:
-    """A text, [text], [text, text], or a list of such lists."""
+    """Parse a text, [text], [text, text], or a list of such lists."""
     if type(value) is str:
         return _Texts([(check_text(value, "inputs", "label"),)], lambda _: "inputs", lone=True)
     if type(check_list(value, "inputs", _TAKEN, purpose="label")[0]) is not list:
@@ -231,11 +228,11 @@ def _parse_texts(value: object, max_inputs: int) -> _Texts:
 
 
 def _parse_one(value: object, name: str, taken: str) -> tuple[str, ...]:
-    """The one text, or the two, of an input."""
+    """The one or two texts of an input."""
     texts = check_list(value, name, taken, purpose="label")
     if len(texts) > 2:
         raise InvalidRequest(
-            f"{name} holds {len(texts)} texts where one, or a pair, can be labelled. Send each in a list of its own.",
+            f"{name} has {len(texts)} texts; an input is one text or a pair. Send each input in a list of its own.",
             param=name,
         )
     return tuple(check_texts(texts, name, "label"))
@@ -244,37 +241,40 @@ def _parse_one(value: object, name: str, taken: str) -> tuple[str, ...]:
 RERANK = Operation(
     paths=("/rerank",),
     dialect=DIALECT,
-    summary="Put texts in order, in a bare list",
-    description="With `texts`, as TEI has it: the place and the score of each text, the most relevant first. For a "
+    summary="Rank texts, in a bare list",
+    description="With `texts`, as in TEI: returns the index and score of each text, the most relevant first. Needs a "
     "model that scores pairs.",
     body=RankBody,
     answer=list[Rank],
     parse=parse_rerank,
+    task="score",
     marker="texts",
 )
 
 PREDICT = Operation(
     paths=("/predict",),
     dialect=DIALECT,
-    summary="Label texts, or pairs of texts",
-    description="The labels of a text or a pair, the likeliest first, or a list of such lists. For a model that "
-    "classifies.",
+    summary="Classify texts, or pairs of texts",
+    description="Returns the labels of a text or a pair, the likeliest first, or a list of such lists. Needs a model "
+    "that classifies.",
     body=PredictBody,
     answer=list[Prediction | list[Prediction]],
     parse=parse_predict,
+    task="score",
 )
 
 CLASSIFY = Operation(
     paths=("/predict",),
     dialect=DIALECT,
-    summary="Label texts, or pairs of texts",
-    description="With `parameters`: a list of the labels of each input, the likeliest first.",
+    summary="Classify texts, or pairs of texts",
+    description="With `parameters`: returns a list for each input, with its labels, the likeliest first.",
     body=ClassifyBody,
     answer=list[list[Prediction]],
     parse=parse_classify,
+    task="score",
     marker="parameters",
 )
 
-ROOT_CLASSIFY = replace(CLASSIFY, paths=(ROOT,), task="score")
-ROOT_RERANK = replace(RERANK, paths=(ROOT,), task="score")
-ROOT_PREDICT = replace(PREDICT, paths=(ROOT,), task="score")
+ROOT_CLASSIFY = replace(CLASSIFY, paths=(ROOT,), only_for_task=True)
+ROOT_RERANK = replace(RERANK, paths=(ROOT,), only_for_task=True)
+ROOT_PREDICT = replace(PREDICT, paths=(ROOT,), only_for_task=True)

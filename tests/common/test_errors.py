@@ -13,8 +13,8 @@ from gateway import app  # and with it every module that refuses requests
 
 @pytest.mark.parametrize("code", sorted(errors._WIRE_CLASSES))
 def test_an_error_survives_the_wire(code: str) -> None:
-    error = errors.from_wire(code, "text", param="input[1]", retry_after_s=2)
-    assert (error.code, error.message, error.param, error.retry_after_s) == (code, "text", "input[1]", 2)
+    error = errors.from_wire(code, "text", sequence=1, retry_after_s=2)
+    assert (error.code, error.message, error.sequence, error.retry_after_s) == (code, "text", 1, 2)
     assert type(error) is errors._WIRE_CLASSES[code]
 
 

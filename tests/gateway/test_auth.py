@@ -294,7 +294,7 @@ class Quantising(Stub):
         self.submitted.append({"encoding": options.encoding, "number": len(sequences)})
         for index, sequence in enumerate(sequences):
             if 13 in sequence.tolist():
-                raise NonfiniteOutput("The model made a NaN of this input.", param=f"input[{index}]")
+                raise NonfiniteOutput("The model made a NaN of this input.", sequence=index)
         dtypes = {"float32": np.float32, "int8": np.int8, "binary": np.uint8}
         return Embedded(np.ones((len(sequences), 2), dtypes[options.encoding]), queue_us=1, step_us=1)
 
@@ -439,8 +439,8 @@ def test_a_file_that_only_its_owner_may_read_is_taken(write: Callable[..., str])
         ("canar\u00ff", "printable ASCII"),
         ("canary\x00", "printable ASCII"),
         ("\ufeffcanary", "printable ASCII"),
-        ("sesame", "that of line 1"),
-        ("canary name=first", "that of line 1"),
+        ("sesame", "this key is also on line 1"),
+        ("canary name=first", "this key is also on line 1"),
     ],
 )
 def test_a_line_that_is_not_understood_is_named_and_not_quoted(

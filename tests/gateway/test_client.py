@@ -275,7 +275,7 @@ async def test_a_nonfinite_row_names_its_sequence(start_worker: StartWorker, cli
     await until(lambda: client.facts is not None)
     with pytest.raises(NonfiniteOutput) as raised:
         await submit(client, sequences(*[40] * 6, 5, 40))
-    assert raised.value.param == "input[6]"
+    assert raised.value.sequence == 6
     await submit(client, sequences(3))
 
 

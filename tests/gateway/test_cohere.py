@@ -253,6 +253,6 @@ async def test_a_nan_is_an_error_that_names_the_text(server: Running) -> None:
 
 
 async def test_what_the_engine_says_of_a_sequence_is_said_of_the_text(server: Running) -> None:
-    server.stub.error = NonfiniteOutput("The model made a NaN of it.", param="input[1]")
+    server.stub.error = NonfiniteOutput("The model made a NaN of it.", sequence=1)
     answer = await embed(server.port, {"texts": ["w1", "w2"]})
     assert (answer.status, answer.error["param"]) == (500, "texts[1]")

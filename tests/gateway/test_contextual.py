@@ -205,7 +205,7 @@ async def test_a_model_that_makes_no_embeddings_is_not_asked_for_any(serve: Serv
 
 
 async def test_what_the_model_fails_on_is_named(server: Running) -> None:
-    server.stub.error = NonfiniteOutput("not finite", param="input[1]")
+    server.stub.error = NonfiniteOutput("not finite", sequence=1)
     assert (await contextual(server.port, {"input": DOCUMENTS})).error["param"] == "input[1]"
 
 

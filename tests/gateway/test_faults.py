@@ -67,7 +67,7 @@ async def test_a_partial_request_is_bounded_by_what_runs_again_and_not_by_what_i
             embedded = await super().submit(sequences, options, **rest)
             for index, sequence in enumerate(sequences):
                 if 13 in sequence.tolist():  # w9
-                    raise NonfiniteOutput("It failed.", param=f"input[{index}]")
+                    raise NonfiniteOutput("It failed.", sequence=index)
             return embedded
 
     server.stub.__class__ = Failing

@@ -18,7 +18,7 @@ from common.config import GatewayConfig
 from common.errors import Overloaded
 from gateway.app import _max_connections
 from gateway.edge.body import BodyLimits
-from gateway.edge.memory_budget import Memory
+from gateway.edge.memory_budget import MemoryBudget
 from gateway.open_request import OpenRequest, Options
 from gateway.routes.operations import LimitsInfo
 from tests.gateway.conftest import MAX_TOKENS, Running, Serve
@@ -262,7 +262,7 @@ async def test_what_a_request_held_is_free_when_it_is_answered_and_not_garbage(
 
 
 def test_a_request_that_is_larger_than_all_is_let_in_alone() -> None:
-    memory = Memory(1000)
+    memory = MemoryBudget(1000)
     with memory.hold() as large:
         large.grow(2000)
         with pytest.raises(Overloaded), memory.hold():

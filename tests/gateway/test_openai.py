@@ -22,8 +22,8 @@ from common.errors import DeadlineExceeded, NonfiniteOutput, Overloaded, Unavail
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
 from common.wire.transport import now_ns
-from gateway.schema import is_served
-from gateway.threads import Threads
+from gateway.parsing import is_served
+from gateway.tokenizing import Threads
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
 from tests.timing import assert_in_time
@@ -370,7 +370,7 @@ async def test_a_deadline_that_passes_while_the_input_is_tokenized_shows_there(s
         (Overloaded("full", retry_after_s=2.1), 429, "overloaded", {"retry-after": "3", "retry-after-ms": "2100"}),
         (Unavailable("none"), 503, "no_capacity", {"retry-after": "1", "retry-after-ms": "1000"}),
         (DeadlineExceeded("late"), 504, "deadline_exceeded", {}),
-        (NonfiniteOutput("nan", param="input[0]"), 500, "nonfinite_output", {"x-should-retry": "false"}),
+        (NonfiniteOutput("nan", sequence=0), 500, "nonfinite_output", {"x-should-retry": "false"}),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -248,11 +248,11 @@ async def test_not_ready_is_described(server: Running, document: dict[str, Any])
 FAILURES = [
     errors.Overloaded("full"),
     errors.InternalError("bug"),
-    errors.NonfiniteOutput("nan", param="input[0]"),
+    errors.NonfiniteOutput("nan", sequence=0),
     errors.Unavailable("none"),
     errors.ShuttingDown("stopping"),
-    errors.InputQuarantined("died", param="input[0]"),
-    errors.InputTooLarge("long", param="input[0]"),
+    errors.InputQuarantined("died", sequence=0),
+    errors.InputTooLarge("long", sequence=0),
     errors.DeadlineExceeded("late"),
 ]
 

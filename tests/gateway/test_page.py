@@ -360,7 +360,7 @@ async def test_a_key_that_no_header_can_hold_is_refused_by_the_page(serve: Serve
         await tab.fill("#key-field", "schl\u00fcssel")
         await tab.press("Enter")
         assert await tab.run("document.querySelector('#key-field:invalid').title") == (
-            "A key is of printable ASCII characters, since a header can hold no others."
+            "A key must consist of printable ASCII characters."
         )
         assert await tab.run("document.getElementById('key').open && sessionStorage.length === 0")
     await tab.fill("#key-field", "sesame")

@@ -37,7 +37,7 @@ def failing_on(*words: int, error: type[ServiceError] = NonfiniteOutput) -> type
             embedded = await super().submit(sequences, options, **rest)
             for index, sequence in enumerate(sequences):
                 if set(words) & set(sequence.tolist()):
-                    raise error("It failed.", param=f"input[{index}]")
+                    raise error("It failed.", sequence=index)
             return embedded
 
     return Failing

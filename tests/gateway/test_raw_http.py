@@ -351,7 +351,7 @@ async def test_no_more_than_a_few_requests_are_read_ahead(server: Running) -> No
         await wire.send(request_bytes("POST", "/v1/embeddings", b'{"input":"w%d"}' % index))
         await asyncio.sleep(0.002)  # so that each is a packet of its own
     [connection] = server.gateway._server._open
-    assert len(connection._messages) <= 3
+    assert len(connection.queued) <= 3
     server.stub.gate.set()
     assert [(await wire.answer()).status for _ in range(20)] == [200] * 20
     assert words_of(server) == list(range(4, 24))

@@ -592,10 +592,10 @@ async def test_rows_50_and_51_scores_need_a_key_as_everything_does(score_server:
 
 async def test_rows_72_and_73_what_the_model_fails_on_is_named_as_the_client_sent_it(server: Running) -> None:
     documents = ["w5", "w5", "w6", "w7"]
-    server.stub.error = NonfiniteOutput("not finite", param="input[1]")  # of the sequences, and the second is w6's
+    server.stub.error = NonfiniteOutput("not finite", sequence=1)  # of the sequences, and the second is w6's
     answer = await rerank(server.port, {"query": "w1", "documents": documents})
     assert (answer.status, answer.error["code"], answer.error["param"]) == (500, "nonfinite_output", "documents[2]")
-    server.stub.error = NonfiniteOutput("not finite", param="input[1]")
+    server.stub.error = NonfiniteOutput("not finite", sequence=1)
     lone = await post(server.port, "/score", {"text_1": ["w1", "w2"], "text_2": ["w5", "w6"]})
     assert lone.error["param"] == "text_2[1]"
 

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, processors
 from common.errors import InvalidRequest, NonfiniteOutput, Overloaded
 from common.wire.messages import ModelFacts
 from gateway.formats import probabilities_of
-from gateway.model_requests import Limits, ParsedRequest, read_request
+from gateway.model_requests import ParsedRequest
+from gateway.parsing import Limits, read_request
 from gateway.routes import operations_by_path
 from tests.gateway.conftest import DIMENSIONS, MAX_TOKENS, Running, Serve, vector, with_tokenizer
 from tests.gateway.wire import Answer, ask
@@ -816,7 +817,7 @@ async def test_an_input_that_the_worker_fails_on_is_named(
     label_server: Running, rerank_server: Running, server: Running
 ) -> None:
     for running in (label_server, rerank_server, server):
-        running.stub.error = NonfiniteOutput("The model made a NaN of it.", param="input[1]")
+        running.stub.error = NonfiniteOutput("The model made a NaN of it.", sequence=1)
     answer = await post(label_server, "/predict", {"inputs": [["w1"], ["w1"], ["w1", "w2"]]})
     assert answer.error["param"] == "inputs[2]"  # the second is the first once more
     answer = await post(rerank_server, "/rerank", {"query": "w1", "texts": ["w1", "w2"]})
