@@ -37,7 +37,7 @@ from worker.attention import AttentionUnavailable, HeadShape
 from worker.attention.measure import GraphPool, compare, elapsed_ms, qkv, ragged
 from worker.attention.reference import attend
 from worker.attention.select import BACKENDS
-from worker.batch.ragged import MAX_DUMMY_LENGTH, Capacity
+from worker.batch.capacity import MAX_DUMMY_LENGTH, Capacity
 
 if TYPE_CHECKING:
     import numpy.typing as npt

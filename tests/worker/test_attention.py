@@ -20,8 +20,8 @@ from worker.attention.reference import ReferenceAttention, attend
 from worker.attention.sdpa import SdpaAttention
 from worker.attention.select import BACKENDS, Selection
 from worker.attention.varlen import TorchAttention
-from worker.batch.ragged import Capacity, RaggedBatch, load_sorted
-from worker.engine.graphs import place
+from worker.batch.capacity import Capacity, choose_capacity
+from worker.batch.ragged import RaggedBatch, load_sorted
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -326,7 +326,7 @@ class Replayed:
 @pytest.mark.parametrize("name", list(LENGTHS))
 def test_on_a_gpu_eagerly_it_is_the_formula(on_gpu: Attention, shape: HeadShape, name: str) -> None:
     lengths = lengths_named(name)
-    capacity, _ = place(int(lengths.sum()), len(lengths))
+    capacity, _ = choose_capacity(int(lengths.sum()), len(lengths))
     batch, offsets = ragged(lengths, capacity, torch.device("cuda"), on_gpu)
     query, key, value = qkv(shape, capacity.tokens, torch.device("cuda"))
     on_gpu.prepare(offsets)

@@ -24,8 +24,8 @@ from common.wire.messages import Batch
 from common.wire.rows import FLOAT32
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention, attend
-from worker.batch.ragged import Capacity, HostArrays, RaggedBatch, worked_out
-from worker.engine.graphs import place
+from worker.batch.capacity import Capacity, HostArrays, choose_capacity, worked_out
+from worker.batch.ragged import RaggedBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -121,7 +121,7 @@ class Measurer:
         if inputs is None:
             lengths = lengths_of(cell)
             assert lengths is not None, "only classes that have batches are measured"
-            capacity, replayed = place(int(lengths.sum()), len(lengths))
+            capacity, replayed = choose_capacity(int(lengths.sum()), len(lengths))
             tensors = self._qkv.get(capacity.tokens)
             if tensors is None:
                 tensors = self._qkv[capacity.tokens] = qkv(self._shape, capacity.tokens, self._device)

@@ -139,7 +139,7 @@ _LONG = 32  # tokens to a row of cu_seqlens, from which on a batch is taken to b
 def _choose(num_tokens: int, num_rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Config:
     """By what all batches of a graph have in common: the numbers of tokens and of rows of cu_seqlens.
 
-    Lengths are not among it. But a batch is given few more rows than it needs (`place` in worker/engine/graphs.py), so
+    Lengths are not among it. But a batch is given few more rows than it needs (`choose_capacity`), so
     tokens to a row are nearly a lower bound of the mean length: 25 × 20 tokens come in 32 rows, 4 × 128 in 8.
     """
     if dtype == torch.float32:  # no tensor cores: what a thread multiplies, it holds in registers

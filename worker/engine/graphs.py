@@ -1,7 +1,7 @@
 """Whole forward passes as CUDA graphs, captured when they turn out to be needed.
 
 Launching a model's kernels one by one costs the host ten times what a small step costs the device. A graph replays
-all of them at once, for one capacity (`ragged.Capacity`) and attention backend: its key. Nothing about lengths is in
+all of them at once, for one capacity (`capacity.Capacity`) and attention backend: its key. Nothing about lengths is in
 it, so a few dozen keys serve any mix of requests.
 
 The first use of a key runs eagerly, which also compiles what it needs, so a batch that nobody asks for again costs no
@@ -26,7 +26,6 @@ import logging
 import os
 import threading
 import time
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,27 +34,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from worker.batch.ragged import MAX_DUMMY_LENGTH, Capacity
+from worker.batch.capacity import Capacity
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
     from worker.engine.driver import Driver
 
 logger = logging.getLogger(__name__)
-
-# Below about 200 tokens the weights are what takes the time, and padding is free. Above, it costs what it adds: a
-# quarter of a step at worst (1,025 tokens run as 1,280), 5 % in the mean. Even 8,192 tokens can take longer to
-# launch than to compute (18 ms on a slow host against 14 ms, 200 kernels, 2026-11-29), so graphs go up to twice
-# that; beyond, steps run eagerly, nearly unpadded.
-TOKEN_COUNTS = (
-    *range(64, 513, 64),
-    *range(640, 1025, 128),
-    *range(1280, 4097, 256),
-    *range(4608, 8193, 512),
-    *range(9216, 16385, 1024),
-)
-SEQUENCE_COUNTS = (8, 32, 128, 512, 2048)
-_EAGER_TOKEN_STEP = 64  # for the matrix products' sake
 
 _CAPTURE_SHARE = 0.05  # of the time, while batches wait
 _MAX_HOT_KEYS = 256
@@ -68,44 +53,6 @@ class Key(NamedTuple):
 
 
 Forward = Callable[[Key], None]
-
-
-def place(num_tokens: int, num_sequences: int, num_spans: int = 0, *, types: bool = False) -> tuple[Capacity, bool]:
-    """The smallest capacity that takes a batch and its dummies, and whether it is worth a graph."""
-    found = rung(num_tokens, num_sequences, num_spans)
-    if found is not None:
-        tokens, sequences = divmod(found // 2, len(SEQUENCE_COUNTS))
-        return Capacity(TOKEN_COUNTS[tokens], SEQUENCE_COUNTS[sequences], types, num_spans > 0), True
-    index = bisect_left(TOKEN_COUNTS, num_tokens)
-    many = -(-num_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP
-    tokens = TOKEN_COUNTS[index] if index < len(TOKEN_COUNTS) else many
-    return Capacity(
-        tokens, max(_with_dummies(num_tokens, num_sequences, tokens), num_spans), types, num_spans > 0
-    ), False
-
-
-def rung(num_tokens: int, num_sequences: int, num_spans: int) -> int | None:
-    """A number that tells the capacities that are worth a graph apart, None for others: on every step's way."""
-    index = bisect_left(TOKEN_COUNTS, num_tokens)
-    if index == len(TOKEN_COUNTS):
-        return None
-    needed = _with_dummies(num_tokens, num_sequences, TOKEN_COUNTS[index])
-    if needed < num_spans:
-        needed = num_spans
-    if needed > SEQUENCE_COUNTS[-1]:
-        return None
-    return (index * len(SEQUENCE_COUNTS) + bisect_left(SEQUENCE_COUNTS, needed)) * 2 + (num_spans > 0)
-
-
-def _with_dummies(num_tokens: int, num_sequences: int, tokens: int) -> int:
-    """The sequences of a batch that is padded to so many tokens."""
-    return num_sequences - (num_tokens - tokens) // MAX_DUMMY_LENGTH
-
-
-def largest_capacity(max_tokens: int) -> Capacity:
-    """One that has the words of every capacity that `place` can answer for up to so many tokens."""
-    tokens = max(-(-max_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP, TOKEN_COUNTS[-1])
-    return Capacity(tokens, tokens + 1, types=True, spans=True)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from worker.batch.ragged import Capacity, HostArrays, worked_out
+from worker.batch.capacity import Capacity, HostArrays, worked_out
 
 if TYPE_CHECKING:
     from worker.models.interface import Model

@@ -19,13 +19,21 @@ from common.wire.rows import SPARSE, row_bytes
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention
 from worker.attention.select import select
-from worker.batch.lazy import LazyTensor, Progress, Rows
-from worker.batch.ragged import Capacity, HostArrays, RaggedBatch, load_sorted
+from worker.batch.capacity import (
+    SEQUENCE_COUNTS,
+    TOKEN_COUNTS,
+    Capacity,
+    HostArrays,
+    bucket_index,
+    choose_capacity,
+    largest_capacity,
+)
+from worker.batch.lazy import FLAG_BYTES, LazyTensor, Progress, Rows
+from worker.batch.ragged import RaggedBatch, load_sorted
 from worker.engine.driver import Driver
-from worker.engine.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place, rung
+from worker.engine.graphs import GraphRunner, Key
 from worker.engine.staging import Staging
 from worker.models.output import Output
-from worker.models.pooling import FLAG_BYTES
 from worker.models.sparse import compress
 
 if TYPE_CHECKING:
@@ -48,8 +56,8 @@ class _Plan:
 
     key: Key
     attention: Attention  # the instance of the key, or the backend itself where there is no graph
-    places: list[HostArrays]
-    worth: bool  # a graph
+    host_views: list[HostArrays]  # where its inputs are written, one for each slot
+    use_graph: bool
 
 
 class Runner(Protocol):
@@ -164,8 +172,8 @@ class DeviceRunner:
         row_bytes = FLAG_BYTES + 4 * output.dimensions
         self._staging = Staging(largest_capacity(largest_batch_tokens), row_bytes, self._stream, driver)
         self._instances: dict[Key, Attention] = {}
-        self._plans: dict[tuple[int, int], _Plan] = {}  # by rung, and a bound of the longest sequence as a power of 2
-        self._places: dict[Capacity, list[HostArrays]] = {}  # of plans
+        self._plans: dict[tuple[int, int], _Plan] = {}  # by bucket, and a bound of the longest sequence as a power of 2
+        self._host_views: dict[Capacity, list[HostArrays]] = {}  # of plans
         self._has_graphs = config.graphs != "off"
         self.graphs = GraphRunner(
             self._forward,
@@ -259,25 +267,25 @@ class DeviceRunner:
         longest = int(np.maximum.reduce(batch.lengths))
         # Classes of lengths end at powers of two, and so do the bounds that keys have.
         power = (longest - 1).bit_length()
-        number = rung(num_tokens, num_sequences, num_spans)
-        plan = self._plans.get((number, power)) if backend is None and number is not None else None
+        bucket = bucket_index(num_tokens, num_sequences, num_spans)
+        plan = self._plans.get((bucket, power)) if backend is None and bucket is not None else None
         if plan is None:
             torch.cuda.set_stream(self._stream)
-            capacity, worth = place(num_tokens, num_sequences, num_spans, types=self._types)
-            plan = self._plan(capacity, longest, backend, worth=worth)
-            if backend is None and number is not None:
-                self._plans[number, power] = plan
-        if way == "graph" and plan.worth:
+            capacity, use_graph = choose_capacity(num_tokens, num_sequences, num_spans, types=self._types)
+            plan = self._plan(capacity, longest, backend, use_graph=use_graph)
+            if backend is None and bucket is not None:
+                self._plans[bucket, power] = plan
+        if way == "graph" and plan.use_graph:
             torch.cuda.set_stream(self._stream)
             self.graphs.capture(plan.key)  # before the inputs are there: it may run on others first
-        slot, offsets = self._staging.load(batch, plan.places)
+        slot, offsets = self._staging.load(batch, plan.host_views)
         progress = Progress(staged_ns=time.monotonic_ns()) if len(batch.times_ns) else None
         try:
             if plan.attention.prepares:
                 torch.cuda.set_stream(self._stream)
                 plan.attention.prepare(offsets)
             replayed, typical = False, True
-            if way == "eager" or not plan.worth:
+            if way == "eager" or not plan.use_graph:
                 self._forward(plan.key, plan.attention)
             elif not (replayed := self.graphs.replay(plan.key)):
                 torch.cuda.set_stream(self._stream)
@@ -295,26 +303,26 @@ class DeviceRunner:
             raise
         return _compressed(lazy, batch) if self._output.is_sparse else lazy
 
-    def _plan(self, capacity: Capacity, longest: int, backend: Attention | None, *, worth: bool) -> _Plan:
+    def _plan(self, capacity: Capacity, longest: int, backend: Attention | None, *, use_graph: bool) -> _Plan:
         """What a batch of this capacity runs by. One that is seen once needs nothing that is kept for the next time."""
         if backend is None:
             backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
         key = _key(backend, capacity, longest)
-        if not worth:
-            return _Plan(key, backend, self._staging.places(capacity), worth=False)
-        return _Plan(key, self._instance(key, backend), self._places_of(capacity), worth=True)
+        if not use_graph:
+            return _Plan(key, backend, self._staging.host_views(capacity), use_graph=False)
+        return _Plan(key, self._instance(key, backend), self._host_views_of(capacity), use_graph=True)
 
-    def _places_of(self, capacity: Capacity) -> list[HostArrays]:
+    def _host_views_of(self, capacity: Capacity) -> list[HostArrays]:
         """Where batches of a capacity that will be seen again are written."""
-        places = self._places.get(capacity)
-        if places is None:
-            places = self._places[capacity] = self._staging.places(capacity)
-        return places
+        views = self._host_views.get(capacity)
+        if views is None:
+            views = self._host_views[capacity] = self._staging.host_views(capacity)
+        return views
 
     def _count(self, batch: Batch, plan: _Plan, *, replayed: bool) -> int:
         """Note down that a batch has run; bytes of its widest row."""
         num_tokens = len(batch.token_ids)
-        runs = (self._replays if replayed else self._eager_runs) if plan.worth else self._large_runs
+        runs = (self._replays if replayed else self._eager_runs) if plan.use_graph else self._large_runs
         runs.inc()
         self._real_tokens.inc(num_tokens)
         self._padding_tokens.inc(plan.key.capacity.tokens - num_tokens)
@@ -326,8 +334,8 @@ class DeviceRunner:
         The weights are those that are served, so what is compared is the arithmetic.
         """
         torch.cuda.set_stream(self._stream)
-        capacity, _ = place(len(batch.token_ids), len(batch.lengths), len(batch.spans), types=self._types)
-        slot, _ = self._staging.load(batch, self._staging.places(capacity))
+        capacity, _ = choose_capacity(len(batch.token_ids), len(batch.lengths), len(batch.spans), types=self._types)
+        slot, _ = self._staging.load(batch, self._staging.host_views(capacity))
         try:
             self._staging.fetch(capacity)
             ragged = capacity.views(self._staging.block, ReferenceAttention(), capacity.tokens)
@@ -363,7 +371,7 @@ class DeviceRunner:
     def _warm_up(self, key: Key) -> None:
         """Run a key that has not come along yet, on dummies."""
         backend = self._selection.named(key.attention)
-        slot, offsets = self._staging.load(None, self._places_of(key.capacity))
+        slot, offsets = self._staging.load(None, self._host_views_of(key.capacity))
         try:
             self._instance(key, backend).prepare(offsets)
             self._forward(key)

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from worker.batch.lazy import LazyTensor, Progress, Rows
-from worker.batch.ragged import HEAD_WORDS, NEXT_SLOT, OUTPUT_ADDRESS, OUTPUT_WORDS, Capacity, HostArrays
-from worker.models.pooling import FLAG_BYTES
+from worker.batch.capacity import HEAD_WORDS, NEXT_SLOT, OUTPUT_ADDRESS, OUTPUT_WORDS, Capacity, HostArrays
+from worker.batch.lazy import FLAG_BYTES, LazyTensor, Progress, Rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -89,11 +88,11 @@ class Staging:
         copied = torch.cuda.Event(blocking=True)
         return _Slot(index, words, head, empty.to(self._device), empty, launched, copied, launched.cuda_event)
 
-    def places(self, capacity: Capacity) -> list[HostArrays]:
+    def host_views(self, capacity: Capacity) -> list[HostArrays]:
         """Where `load` writes a batch of a capacity: cut once, and kept by whoever loads more than one."""
         return [HostArrays(capacity, slot.words) for slot in self._slots]
 
-    def load(self, batch: Batch | None, places: list[HostArrays]) -> tuple[_Slot, npt.NDArray[np.int32]]:
+    def load(self, batch: Batch | None, host_views: list[HostArrays]) -> tuple[_Slot, npt.NDArray[np.int32]]:
         """Write a checked batch (None: nothing but dummies, without rows) where the next `fetch` reads it; its slot,
         and its cu_seqlens on the host.
 
@@ -105,7 +104,7 @@ class Staging:
             size = 0 if batch is None else batch.num_rows * self._row_bytes
             if slot.size < size:
                 self._grow(slot, size)
-            offsets = places[slot.index].fill(batch)
+            offsets = host_views[slot.index].fill(batch)
             slot.head[OUTPUT_WORDS] = size // 4
         except BaseException:
             slot.free.release()

@@ -22,18 +22,18 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.batch import ragged
+from worker.batch import capacity as layout
 from worker.kernels.launch import launch, pdl_options
 
 if TYPE_CHECKING:
-    from worker.batch.ragged import Capacity
+    from worker.batch.capacity import Capacity
 
-_NUM_TOKENS = tl.constexpr(ragged.NUM_TOKENS)
-_NUM_TYPED = tl.constexpr(ragged.NUM_TYPED)
-_NEXT_SLOT = tl.constexpr(ragged.NEXT_SLOT)
-_OUTPUT_WORDS = tl.constexpr(ragged.OUTPUT_WORDS)
-_OUTPUT_ADDRESS = tl.constexpr(ragged.OUTPUT_ADDRESS)
-_HEAD_WORDS = tl.constexpr(ragged.HEAD_WORDS)
+_NUM_TOKENS = tl.constexpr(layout.NUM_TOKENS)
+_NUM_TYPED = tl.constexpr(layout.NUM_TYPED)
+_NEXT_SLOT = tl.constexpr(layout.NEXT_SLOT)
+_OUTPUT_WORDS = tl.constexpr(layout.OUTPUT_WORDS)
+_OUTPUT_ADDRESS = tl.constexpr(layout.OUTPUT_ADDRESS)
+_HEAD_WORDS = tl.constexpr(layout.HEAD_WORDS)
 
 _FETCH_WARPS = 8  # a tile of 8,192 comparisons in registers
 _PUBLISH_WARPS = 4
@@ -50,7 +50,7 @@ def fetch(ring: torch.Tensor, counter: torch.Tensor, block: torch.Tensor, capaci
     Args:
         ring: int32 [slots, words], contiguous, pinned memory of the host; a row begins as `HostArrays` has written it.
         counter: int32 [1].
-        block: int32 [at least capacity.num_words], contiguous. It gets what `ragged.worked_out` makes of the row.
+        block: int32 [at least capacity.num_words], contiguous. It gets what `layout.worked_out` makes of the row.
     """
     num_offsets, num_tokens = next((tile for tile in _TILES if capacity.sequences <= tile[0]), _TILES[-1])
     token_programs = triton.cdiv(capacity.tokens, num_tokens)

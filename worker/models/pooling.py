@@ -8,21 +8,16 @@ a CPU (0.05 against 0.5 ms for 1,000 tokens, of a step of 150 ms) and is not det
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.wire.rows import FLOAT32, INT8
+from worker.batch.lazy import FLAG_BYTES
 
 if TYPE_CHECKING:
+    from worker.batch.ragged import Spans
     from worker.checkpoint.modules import Pooling
-
-# int32 [rows] twice: where each row's tokens start, and one past where they stop.
-Spans: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-# What precedes each row: its flag, then zeros. What a step copies back is thus one range of one buffer, and one launch
-# on the host's critical path where flags apart would be a second; and the float32 numbers behind it stay aligned.
-FLAG_BYTES = 4
 
 # Source: torch.nn.functional.normalize, whose default sentence-transformers uses.
 _LEAST_NORM = 1e-12

@@ -27,13 +27,13 @@ from torch import nn
 from torch.nn import functional
 
 from common.wire.rows import MAX_FRAME_BYTES
-from worker.batch.lazy import Rows
+from worker.batch.lazy import FLAG_BYTES, Rows
 from worker.checkpoint.files import ModelError
 from worker.checkpoint.weights import fit, open_weights
 from worker.models.heads import Head, Scorer
 from worker.models.layers import ACTIVATIONS
 from worker.models.output import Output
-from worker.models.pooling import FLAG_BYTES, pool, total
+from worker.models.pooling import pool, total
 
 if TYPE_CHECKING:
     import numpy.typing as npt
