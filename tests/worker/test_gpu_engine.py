@@ -15,6 +15,7 @@ from common.wire.messages import Batch
 from tests.models import bert_config, bert_tensors, make_batch, qwen3_config, qwen3_tensors, write_bert, write_qwen3
 from tests.reference import BertReference, unit
 from tests.worker.conftest import make_engine
+from worker.attention import Attention
 from worker.batch.ragged import RaggedBatch
 from worker.checkpoint.files import ModelError
 from worker.engine.engine import Engine
@@ -190,20 +191,12 @@ def test_all_graphs_are_there_before_an_eager_start_is_ready(tmp_path: Path) -> 
     assert lowest_cosine(embed(engine, batch), expected) >= 0.999
 
 
-class FailingAttention:
+class FailingAttention(Attention):
     """Raises when a step is half launched."""
 
     name = "failing"
-    needs_max_seqlen = False
-    prepares = False
 
-    def at(self, tokens: int, sequences: int) -> FailingAttention:
-        return self
-
-    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
-        pass
-
-    def __call__(self, *inputs: object, **options: object) -> torch.Tensor:
+    def __call__(self, *inputs: object) -> torch.Tensor:
         raise RuntimeError("half launched")
 
 

@@ -23,7 +23,6 @@ left by an earlier start): `is_built`.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from worker.attention import AttentionUnavailable, HeadShape
+from worker.attention import Attention, AttentionUnavailable, HeadShape
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -39,14 +38,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from flashinfer.jit import JitSpec
 
-    from worker.batch.ragged import RaggedBatch
+    from worker.batch.ragged import Mask, RaggedBatch
 
 logger = logging.getLogger(__name__)
 
 Kernels = Literal["fa2", "fa3"]
 
-_REQUIREMENTS = "flashinfer-python==0.6.13 and apache-tvm-ffi"
-_HEAD_DIMS = {"fa2": (32, 64, 128, 256), "fa3": (64, 128, 256)}
+REQUIREMENTS = "flashinfer-python==0.6.13 and apache-tvm-ffi"
 
 _INTEGER_WORKSPACE_BYTES = 8 * 1024**2  # what FlashInfer takes; 32,768 tokens in 1,024 sequences need 0.7 MB
 _FLOAT_WORKSPACE_BYTES = {"fa2": 128 * 1024**2, "fa3": 1024}  # to begin with; fa3 does not use it
@@ -54,20 +52,16 @@ _MAX_FLOAT_WORKSPACE_BYTES = 1024**3
 _RING_SIZE = 4  # plans whose copies may be under way; more than steps ever are
 
 
-class FlashInferAttention:
-    needs_max_seqlen = False
+class FlashInferAttention(Attention):
     prepares = True
 
     def __init__(self, shape: HeadShape, device: torch.device, kernels: Kernels) -> None:
         """Load the kernels, or compile them first: one or two minutes.
 
         Raises:
-            AttentionUnavailable: package or compiler are missing, or there are no such kernels for this head shape.
+            AttentionUnavailable: the package does not load, or the kernels do not compile.
         """
-        self.name = f"flashinfer_{kernels}"
-        if reason := unavailable(shape, device, kernels):
-            raise AttentionUnavailable(f"attention {self.name}: {reason}")
-        prefill = _prefill(self.name)
+        prefill = _prefill()
         if not is_built(shape, kernels):
             logger.info(
                 "compiling FlashInfer's %s kernels for head_dim %d: one to two minutes", kernels, shape.head_dim
@@ -76,85 +70,49 @@ class FlashInferAttention:
                 _module_spec(prefill, shape, kernels).build(verbose=False)
             except (OSError, RuntimeError) as error:
                 raise AttentionUnavailable(
-                    f"attention {self.name}: its kernels do not compile, which takes ninja and CUDA's nvcc: {error}"
+                    f"its kernels do not compile, which takes ninja and CUDA's nvcc: {error}"
                 ) from error
         self._shape = shape
         self._workspace = _Workspace(prefill, device, kernels)
         self._planned = _Planned(self._workspace, shape, None)
 
-    def at(self, tokens: int, sequences: int) -> FlashInferAttention | _CapturedFlashInfer:
+    def at(self, tokens: int, sequences: int) -> Attention:
         num_bytes = self._workspace.float_bytes(self._shape, tokens, sequences)
         if num_bytes > _MAX_FLOAT_WORKSPACE_BYTES:
             return self
         self._workspace.reserve(num_bytes)
-        return _CapturedFlashInfer(self.name, _Planned(self._workspace, self._shape, (tokens, sequences)))
+        return _CapturedFlashInfer(_Planned(self._workspace, self._shape, (tokens, sequences)))
 
     def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
         self._planned.plan(cu_seqlens)
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: RaggedBatch,
-        *,
-        causal: bool,
-        window: int | None = None,
-        bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
-        assert window is None
-        assert bias is None
+        assert mask.is_plain
         del batch  # `prepare` was told of it
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a graph of this capacity would take {self.name} too much memory")
-        return self._planned.run(query, key, value, causal)
+        return self._planned.run(query, key, value, mask.causal)
 
 
-class _CapturedFlashInfer:
+class _CapturedFlashInfer(Attention):
     """The instance of one capacity: its plans keep to what a graph has frozen."""
 
-    needs_max_seqlen = False
     prepares = True
 
-    def __init__(self, name: str, planned: _Planned) -> None:
-        self.name = name
+    def __init__(self, planned: _Planned) -> None:
         self._planned = planned
-
-    def at(self, tokens: int, sequences: int) -> _CapturedFlashInfer:
-        return self
 
     def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
         self._planned.plan(cu_seqlens)
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: RaggedBatch,
-        *,
-        causal: bool,
-        window: int | None = None,
-        bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
-        assert window is None
-        assert bias is None
+        assert mask.is_plain
         del batch
-        return self._planned.run(query, key, value, causal)
-
-
-def unavailable(shape: HeadShape, device: torch.device, kernels: Kernels) -> str | None:
-    """Why these kernels cannot serve a head shape here; None if they can, perhaps after being compiled."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return f"not installed: {_REQUIREMENTS}"
-    if shape.dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in bfloat16 or float16, not {shape.dtype}"
-    if shape.head_dim not in _HEAD_DIMS[kernels]:
-        return f"has no kernels for head_dim {shape.head_dim}, only {_HEAD_DIMS[kernels]}"
-    if kernels == "fa3" and torch.cuda.get_device_capability(device) != (9, 0):
-        return "is for Hopper GPUs"
-    return None
+        return self._planned.run(query, key, value, mask.causal)
 
 
 def is_built(shape: HeadShape, kernels: Kernels) -> bool:
@@ -163,14 +121,14 @@ def is_built(shape: HeadShape, kernels: Kernels) -> bool:
     Raises:
         AttentionUnavailable: the package does not load.
     """
-    return bool(_module_spec(_prefill(f"flashinfer_{kernels}"), shape, kernels).is_compiled)
+    return bool(_module_spec(_prefill(), shape, kernels).is_compiled)
 
 
-def _prefill(name: str) -> ModuleType:
+def _prefill() -> ModuleType:
     try:
         return importlib.import_module("flashinfer.prefill")
     except (ImportError, OSError, RuntimeError) as error:  # it looks for a compiler and writes a folder on import
-        raise AttentionUnavailable(f"attention {name}: {_REQUIREMENTS} do not load: {error}") from error
+        raise AttentionUnavailable(f"{REQUIREMENTS} do not load: {error}") from error
 
 
 def _module_spec(prefill: ModuleType, shape: HeadShape, kernels: Kernels) -> JitSpec:

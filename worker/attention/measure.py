@@ -25,7 +25,7 @@ from common.wire.rows import FLOAT32
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention, attend
 from worker.batch.capacity import Capacity, HostArrays, choose_capacity, worked_out
-from worker.batch.ragged import RaggedBatch
+from worker.batch.ragged import Mask, RaggedBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -110,7 +110,7 @@ class Measurer:
                 for name, backend in list(working.items()):
                     try:
                         backend.prepare(inputs.offsets)
-                        backend(inputs.query, inputs.key, inputs.value, inputs.batch, causal=self._shape.causal)
+                        backend(inputs.query, inputs.key, inputs.value, inputs.batch, self._shape.mask)
                     except Exception:  # it will fail again when it is measured, which says so
                         logger.debug("attention %s failed while warming up", name, exc_info=True)
                         del working[name]
@@ -141,7 +141,7 @@ class Measurer:
             prepares_us.append((time.perf_counter_ns() - started_ns) / 1e3)
 
         def call() -> torch.Tensor:
-            return backend(inputs.query, inputs.key, inputs.value, batch, causal=self._shape.causal)
+            return backend(inputs.query, inputs.key, inputs.value, batch, self._shape.mask)
 
         error, cosine = compare(call().index_select(0, inputs.rows), inputs.expected)
         num_calls = self._NUM_CALLS if inputs.replayed else self._NUM_LONG_CALLS
@@ -185,13 +185,14 @@ def _formula(
         tokens += chosen
         keys = slice(start, stop)
         if not causal:
-            expected.append(attend(query[chosen], key[keys], value[keys], causal=False))
+            expected.append(attend(query[chosen], key[keys], value[keys], Mask(causal=False)))
         elif stop - start <= _MAX_MASKED:
-            expected.append(attend(query[keys], key[keys], value[keys], causal=True)[[t - start for t in chosen]])
+            rows = attend(query[keys], key[keys], value[keys], Mask(causal=True))
+            expected.append(rows[[t - start for t in chosen]])
         else:  # token by token: each sees, without a mask, what is up to itself
             for t in chosen:
                 keys = slice(start, t + 1)
-                expected.append(attend(query[t : t + 1], key[keys], value[keys], causal=False))
+                expected.append(attend(query[t : t + 1], key[keys], value[keys], Mask(causal=False)))
     return torch.tensor(tokens, device=query.device), torch.cat(expected)
 
 

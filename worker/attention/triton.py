@@ -39,13 +39,11 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.attention import Attention
 from worker.kernels.launch import launch, pdl_options
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from worker.batch.ragged import RaggedBatch
+    from worker.batch.ragged import Mask, RaggedBatch
 
 # The tensor cores' smallest tile has 16 rows and 16 columns.
 _LEAST_TILE = 16
@@ -63,34 +61,16 @@ class Config:
     skip_masks: bool  # where all rows see all keys of a block: a branch for every block, faster for long sequences
 
 
-class TritonAttention:
+class TritonAttention(Attention):
     """Every sequence at once; for bf16, fp16 and float32 on a GPU."""
 
-    name = "triton"
-    needs_max_seqlen = False
-    prepares = False
-
-    def at(self, tokens: int, sequences: int) -> TritonAttention:
-        return self
-
-    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
-        pass
-
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: RaggedBatch,
-        *,
-        causal: bool,
-        window: int | None = None,
-        bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = query.shape
         num_rows = batch.cu_seqlens.shape[0] - 1
         config = _choose(num_tokens, num_rows, num_heads // key.shape[1], head_dim, query.dtype)
-        return _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, window, bias)
+        return _attend(query, key, value, batch.token_starts, batch.token_stops, mask, config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +164,19 @@ def _attend(
     value: torch.Tensor,
     token_starts: torch.Tensor,
     token_stops: torch.Tensor,
-    causal: bool,
+    mask: Mask,
     config: Config,
-    window: int | None = None,
-    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of every token over its own sequence.
 
     Args:
         query: [tokens, heads, head_dim], key, value: [tokens, key heads, head_dim]; head_dim contiguous.
         token_starts, token_stops: int32 [tokens], the first token of each token's sequence, and one past its last.
-        window, bias: as of `Attention`; the bias contiguous.
+        mask: its bias is contiguous.
 
     Returns [tokens, heads, head_dim], contiguous.
     """
+    window, bias = mask.window, mask.bias
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -228,7 +207,7 @@ def _attend(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         HEADS=config.heads,
-        CAUSAL=causal,
+        CAUSAL=mask.causal,
         SKIP_MASKS=config.skip_masks,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # of products of float32, and of no other
         num_warps=config.num_warps,

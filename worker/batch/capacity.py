@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from worker.batch.ragged import RaggedBatch
+from worker.batch.ragged import Attend, RaggedBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from common.wire.messages import Batch
-    from worker.attention import Attention
 
 MAX_DUMMY_LENGTH = 128
 
@@ -76,7 +75,7 @@ class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is
     def num_words(self) -> int:
         return self.host_words + 3 * _aligned(self.tokens)
 
-    def views(self, block: torch.Tensor, attention: Attention, max_seqlen: int) -> RaggedBatch:
+    def views(self, block: torch.Tensor, attention: Attend, max_seqlen: int) -> RaggedBatch:
         """The arrays of a batch of this capacity within int32 [>= num_words]."""
         sizes = [self.sequences + 1] + [self.sequences] * (5 if self.spans else 3)
         sizes += [self.tokens] * (5 if self.types else 4)

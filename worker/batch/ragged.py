@@ -12,6 +12,7 @@ Everything that a batch claims is checked here, once; below nothing is checked a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,11 +25,30 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from common.wire.messages import Batch
-    from worker.attention import Attention
 
 
 # int32 [rows] twice: where each row's tokens start, and one past where they stop.
 Spans: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """Which tokens of its own sequence a token attends to, and what is added to its scores."""
+
+    causal: bool  # it sees those up to itself; else all
+    window: int | None = None  # the farthest that it sees, in tokens to either side; None: all of its sequence
+    # float32 [heads, 2 * reach + 1], added to the scaled scores of a query at i and a key at j in column
+    # reach + min(max(j - i, -reach), reach); None: nothing is added.
+    bias: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has neither a window nor a bias."""
+        return self.window is None and self.bias is None
+
+
+# What a model calls in each layer, with query, key and value: see `worker.attention.Attention`.
+Attend: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RaggedBatch, Mask], torch.Tensor]"
 
 
 class BadBatch(ValueError):
@@ -74,7 +94,7 @@ class RaggedBatch:
     normalize: torch.Tensor  # [rows] 0 or 1
     encodings: torch.Tensor  # [rows] of common.wire.rows
     token_types: torch.Tensor | None  # [tokens] 0 or 1; None for a model that has no types
-    attention: Attention  # the backend that was chosen for this batch
+    attention: Attend  # the backend that was chosen for this batch
     max_seqlen: int
     groups: tuple[LengthGroup, ...] = ()  # on the host, of a batch in order of length: all sequences, by length
     reference: bool = False  # compute in float32 whatever the weights are: what the others are compared with
@@ -118,7 +138,7 @@ def _check_spans(batch: Batch) -> None:
 # --- in order of length, on a CPU ---
 
 
-def load_sorted(batch: Batch, attention: Attention, *, types: bool = False) -> tuple[RaggedBatch, torch.Tensor]:
+def load_sorted(batch: Batch, attention: Attend, *, types: bool = False) -> tuple[RaggedBatch, torch.Tensor]:
     """A checked batch in order of length, shortest first, its tokens with types or without, and int64 [rows]: row i of
     the batch's own order is row restore[i] of this one."""
     order = np.argsort(batch.lengths, kind="stable").astype(np.int32)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import read_activation, read_num_heads
 from worker.models.layers import Activation, Embedding, LayerNorm, Linear, is_fusible, tensors_of
 
@@ -76,11 +77,12 @@ class BertModel(nn.Module):
         self.has_token_types = config.num_types > 1
         self.embeddings = BertEmbeddings(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_layers))
+        self._mask = Mask(causal=False)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         hidden: torch.Tensor = self.embeddings(batch)
         for layer in self.layers:
-            hidden = layer(hidden, batch)
+            hidden = layer(hidden, batch, self._mask)
         return hidden
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
@@ -153,10 +155,10 @@ class BertLayer(nn.Module):
         self._num_heads = config.num_heads
         self._head_dim = hidden_size // config.num_heads
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, mask: Mask) -> torch.Tensor:
         qkv = self.qkv(hidden).view(-1, 3, self._num_heads, self._head_dim)  # [tokens, 3, heads, head_dim]
         query, key, value = qkv.unbind(1)
-        attended = batch.attention(query, key, value, batch, causal=False, bias=bias).flatten(1)  # [tokens, hidden]
+        attended = batch.attention(query, key, value, batch, mask).flatten(1)  # [tokens, hidden]
         hidden = self.attention_norm(self.attention_output(attended, hidden))
         output: torch.Tensor = self.output_norm(self.down(self.up(hidden), hidden))
         return output

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import GLOBAL, LOCAL, read_activation, read_num_kv_heads
 from worker.models.layers import (
     Activation,
@@ -238,13 +239,11 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMlp(
             hidden_size, config.intermediate_size, config.activation, bias=config.mlp_bias, down_bias=config.mlp_bias
         )
-        self._causal = config.causal
-        self._window = window
+        self._mask = Mask(config.causal, window)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
         query, key, value = self.qkv(self.attention_norm(hidden), rotation)
-        # [tokens, heads, head_dim]
-        attended = batch.attention(query, key, value, batch, causal=self._causal, window=self._window)
+        attended = batch.attention(query, key, value, batch, self._mask)  # [tokens, heads, head_dim]
         hidden = self.attention_output(attended.flatten(1), hidden)
         output: torch.Tensor = self.mlp(self.mlp_norm(hidden), hidden)
         return output

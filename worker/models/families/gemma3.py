@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import (
     GLOBAL,
     LOCAL,
@@ -178,15 +179,14 @@ class Gemma3Layer(nn.Module):
         self.mlp_norm = RMSNorm(hidden_size, epsilon, offset=_NORM_OFFSET)
         self.mlp = GatedMlp(hidden_size, config.intermediate_size, config.activation)
         self.output_norm = RMSNorm(hidden_size, epsilon, offset=_NORM_OFFSET)
-        self._causal = config.causal
         self._query_scale = config.query_scale
-        self._window = config.window if config.layer_types[index] == LOCAL else None
+        self._mask = Mask(config.causal, config.window if config.layer_types[index] == LOCAL else None)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
         query, key, value = self.qkv(self.attention_norm(hidden), rotation)
         if self._query_scale != 1.0:
             query.mul_(self._query_scale)
-        attended = batch.attention(query, key, value, batch, causal=self._causal, window=self._window)
+        attended = batch.attention(query, key, value, batch, self._mask)
         hidden = hidden + self.attended_norm(self.attention_output(attended.flatten(1)))
         output: torch.Tensor = hidden + self.output_norm(self.mlp(self.mlp_norm(hidden)))
         return output

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import GLOBAL, LOCAL, read_activation, read_layer_types, read_num_heads, read_rope
 from worker.models.layers import (
     Activation,
@@ -156,12 +157,12 @@ class ModernBertLayer(nn.Module):
         self.mlp = GatedMlp(
             hidden_size, config.intermediate_size, config.activation, bias=config.mlp_bias, down_bias=config.mlp_bias
         )
-        self._window = config.window if config.layer_types[index] == LOCAL else None
+        self._mask = Mask(causal=False, window=config.window if config.layer_types[index] == LOCAL else None)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
         normed = hidden if self.attention_norm is None else self.attention_norm(hidden)
         query, key, value = self.qkv(normed, rotation)
-        attended = batch.attention(query, key, value, batch, causal=False, window=self._window)
+        attended = batch.attention(query, key, value, batch, self._mask)
         hidden = self.attention_output(attended.flatten(1), hidden)
         output: torch.Tensor = self.mlp(self.mlp_norm(hidden), hidden)
         return output

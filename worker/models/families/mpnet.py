@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from worker.batch.ragged import Mask
 from worker.models.families.bert import BertConfig, BertLayer, BertModel, bare_name, check_encoder
 from worker.models.families.reading import read_activation, read_num_heads
 from worker.models.layers import Embedding
@@ -62,9 +63,10 @@ class MPNetModel(BertModel):
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         hidden: torch.Tensor = self.embeddings(batch)
         bias = self.relative_bias.weight.index_select(0, self._buckets).float().T.contiguous()  # [heads, 2 * reach + 1]
+        mask = Mask(causal=False, bias=bias)
         for layer in self.layers:
             assert isinstance(layer, BertLayer)
-            hidden = layer(hidden, batch, bias)
+            hidden = layer(hidden, batch, mask)
         return hidden
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import read_activation
 from worker.models.layers import (
     ACTIVATIONS,
@@ -214,10 +215,11 @@ class NomicBertLayer(nn.Module):
         self.attention_norm = LayerNorm(hidden_size, config.epsilon)
         self.mlp = mlp
         self.output_norm = LayerNorm(hidden_size, config.epsilon)
+        self._mask = Mask(causal=False)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
         query, key, value = self.qkv(hidden, rotation)
-        attended = batch.attention(query, key, value, batch, causal=False).flatten(1)  # [tokens, heads * head_dim]
+        attended = batch.attention(query, key, value, batch, self._mask).flatten(1)  # [tokens, heads * head_dim]
         hidden = self.attention_norm(self.attention_output(attended, hidden))
         output: torch.Tensor = self.output_norm(self.mlp(hidden, hidden))
         return output
