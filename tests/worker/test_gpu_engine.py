@@ -107,7 +107,7 @@ def test_a_graph_computes_the_same_bits_as_eager_launches(engine: Engine, tmp_pa
     backend = next(backend for backend in runner_of(engine).backends() if backend.name == "triton")
     runner = DeviceRunner.build(
         engine._model,
-        Output(["last"], [], engine._model.hidden_size),
+        Output(["last"], [], engine._model.shape.hidden_size),
         WorkerConfig(run_dir="unused", cache_dir=str(tmp_path)),
         max_tokens=512,
         largest_batch_tokens=512,
@@ -129,7 +129,7 @@ def test_a_step_is_typical_once_its_capacity_has_a_graph_or_where_it_will_never_
     def runner_with(graphs: str) -> DeviceRunner:
         return DeviceRunner.build(
             engine._model,
-            Output(["last"], [], engine._model.hidden_size),
+            Output(["last"], [], engine._model.shape.hidden_size),
             WorkerConfig(run_dir="unused", cache_dir=str(tmp_path), graphs=graphs),
             max_tokens=MAX_TOKENS,
             largest_batch_tokens=MAX_TOKENS,

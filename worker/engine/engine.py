@@ -113,11 +113,11 @@ class Engine:
             logger.info("%s: a limit of %d tokens is cut to its %d positions", model.path, declared, max_tokens)
         encodings = frozenset(ENCODINGS[name] for name in checkpoint.encodings)
         self._limits = Limits(
-            self._model.vocab_size,
+            self._model.shape.vocab_size,
             max_tokens,
             output.dimensions,
             encodings,
-            self._model.has_token_types,
+            self._model.shape.has_token_types,
         )
         fingerprint = _fingerprint(checkpoint, f"{weights_sha256} {stages_sha256}", dtype_name, self._limits)
         stages.begin("attention")
@@ -236,7 +236,7 @@ class Engine:
         """The lowest cosine to the reference. Raises ModelError: it is too low."""
         if "score" not in self._facts.tasks and not output.is_sparse:
             return selfcheck.verify(runner, self._facts)
-        width = self._model.hidden_size
+        width = self._model.shape.hidden_size
         pooled = runner.with_output(Output([*output.poolings, "mean"][:1], [], width))
         lowest = selfcheck.verify(pooled, replace(self._facts, dimensions=width))
         pooled.release_memory()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def length_limit(checkpoint: Checkpoint, model: Model) -> int:
     """The most tokens of a text: as declared, but never more than the model has positions for."""
-    return min(checkpoint.length_limit or model.max_positions, model.max_positions)
+    return min(checkpoint.length_limit or model.shape.max_positions, model.shape.max_positions)
 
 
 def describe(
@@ -49,7 +49,7 @@ def describe(
         attention=attention,
         dimensions=checkpoint.dimensions,
         max_tokens=length_limit(checkpoint, model),
-        vocab_size=model.vocab_size,
+        vocab_size=model.shape.vocab_size,
         max_batch_tokens=max_batch_tokens,
         pooling=pooling,
         normalize=checkpoint.normalize,
@@ -65,7 +65,7 @@ def describe(
         instruction=None if scoring is None else scoring.instruction,
         separator_id=checkpoint.separator_id,
         include_prompt=checkpoint.include_prompt,
-        has_token_types=model.has_token_types and (scoring is None or scoring.has_token_types),
+        has_token_types=model.shape.has_token_types and (scoring is None or scoring.has_token_types),
     )
 
 

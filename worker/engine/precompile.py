@@ -81,7 +81,7 @@ class Precompilation:
             compiling(compilers),
         ):
             for tokens, rows in _STEPS:
-                capacity = Capacity(tokens, rows, types=model.has_token_types)
+                capacity = Capacity(tokens, rows, types=model.shape.has_token_types)
                 words = np.zeros(capacity.host_words, dtype=np.int32)
                 HostArrays(capacity, words).fill(None)
                 block = torch.from_numpy(worked_out(words, capacity)).to(self._device)

@@ -88,6 +88,7 @@ class HostRunner:
         self._model = model
         self._output = output
         self._attention = attention
+        self._types = model.shape.has_token_types
 
     @classmethod
     def build(cls, model: Model, output: Output, config: WorkerConfig) -> HostRunner:
@@ -100,7 +101,7 @@ class HostRunner:
         return self._attention.name
 
     def run(self, batch: Batch) -> LazyTensor:
-        ragged, restore = load_sorted(batch, self._attention, types=self._model.has_token_types)
+        ragged, restore = load_sorted(batch, self._attention, types=self._types)
         progress = Progress(staged_ns=time.monotonic_ns()) if len(batch.times_ns) else None
         output = _launch(self._model, self._output, ragged).index_select(0, restore)
         if progress is not None:
@@ -160,7 +161,7 @@ class DeviceRunner:
         )
         self._model = model
         self._output = output
-        self._types = model.has_token_types
+        self._types = model.shape.has_token_types
         self._selection = selection
         self._replays, self._eager_runs, self._large_runs = (
             metrics.graph_runs.labels(kind) for kind in ("replay", "eager", "large")
@@ -212,7 +213,7 @@ class DeviceRunner:
             head_shape(model),
             device,
             cache,
-            num_layers=model.num_layers,
+            num_layers=model.shape.num_layers,
             max_tokens=max_tokens,
         )
         return cls(
@@ -404,9 +405,9 @@ def _launch(model: Model, output: Output, ragged: RaggedBatch) -> torch.Tensor:
 
 def head_shape(model: Model) -> HeadShape:
     """What attention has to do for this model."""
-    dtype = next(model.parameters()).dtype
+    shape, dtype = model.shape, next(model.parameters()).dtype
     return HeadShape(
-        model.num_heads, model.num_kv_heads, model.head_dim, model.causal, dtype, model.windowed, model.biased
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.causal, dtype, shape.windowed, shape.biased
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
     from worker.batch.ragged import RaggedBatch
 
 
-class Model(Protocol):
-    """What a family's module offers: the forward pass, and where a checkpoint's tensors go."""
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What those who run a model need to know of it."""
 
     hidden_size: int
     vocab_size: int
@@ -23,10 +25,16 @@ class Model(Protocol):
     num_heads: int
     num_kv_heads: int  # divides num_heads
     head_dim: int
-    causal: bool  # a token attends to itself and the tokens before it; else to all of its sequence
-    windowed: bool  # some layers call attention with a window
-    biased: bool  # some layers call attention with a bias
-    has_token_types: bool  # a pair's second text is told from its first
+    causal: bool = False  # a token attends to itself and the tokens before it; else to all of its sequence
+    windowed: bool = False  # some layers call attention with a window
+    biased: bool = False  # some layers call attention with a bias
+    has_token_types: bool = False  # a pair's second text is told from its first
+
+
+class Model(Protocol):
+    """What a family's module offers: the forward pass, and where a checkpoint's tensors go."""
+
+    shape: ModelShape
 
     def __call__(self, batch: RaggedBatch) -> torch.Tensor:
         """Hidden states of the last layer, [tokens, hidden]; float32 if `batch.reference` asks for it."""

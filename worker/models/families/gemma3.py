@@ -33,6 +33,7 @@ from worker.models.families.reading import (
     read_num_kv_heads,
     read_rope,
 )
+from worker.models.interface import ModelShape
 from worker.models.layers import (
     Activation,
     Embedding,
@@ -116,24 +117,28 @@ class Gemma3Config:
             ropes=ropes,
         )
 
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            num_layers=len(self.layer_types),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            causal=self.causal,
+            windowed=self.window is not None,
+        )
+
 
 class Gemma3Model(nn.Module):
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.num_layers = len(config.layer_types)
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.causal = config.causal
-        self.windowed = config.window is not None
-        self.biased = False
-        self.has_token_types = False
+        self.shape = config.shape
         self.embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = nn.ModuleDict({layer_type: RotaryTable(rope) for layer_type, rope in config.ropes.items()})
-        self.layers = nn.ModuleList(Gemma3Layer(config, index) for index in range(self.num_layers))
+        self.layers = nn.ModuleList(Gemma3Layer(config, index) for index in range(len(config.layer_types)))
         self.norm = RMSNorm(config.hidden_size, config.epsilon, offset=_NORM_OFFSET)
         self._layer_types = config.layer_types
 
@@ -141,7 +146,7 @@ class Gemma3Model(nn.Module):
         hidden: torch.Tensor = self.embeddings(batch.token_ids)  # [tokens, hidden]
         if batch.reference:
             hidden = hidden.float()
-        hidden.mul_(torch.tensor(self.hidden_size**0.5, dtype=hidden.dtype, device="cpu").item())
+        hidden.mul_(torch.tensor(self.shape.hidden_size**0.5, dtype=hidden.dtype, device="cpu").item())
         rotations = rotations_at(self.rotary, batch)
         for layer, layer_type in zip(self.layers, self._layer_types, strict=True):
             hidden = layer(hidden, batch, rotations[layer_type])

@@ -24,6 +24,7 @@ from torch import nn
 
 from worker.batch.ragged import Mask
 from worker.models.families.reading import GLOBAL, LOCAL, read_activation, read_layer_types, read_num_heads, read_rope
+from worker.models.interface import ModelShape
 from worker.models.layers import (
     Activation,
     Embedding,
@@ -101,24 +102,28 @@ class ModernBertConfig:
             ropes=ropes,
         )
 
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            num_layers=len(self.layer_types),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.hidden_size // self.num_heads,
+            windowed=LOCAL in self.layer_types,
+        )
+
 
 class ModernBertModel(nn.Module):
     def __init__(self, config: ModernBertConfig) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.num_layers = len(config.layer_types)
-        self.num_heads = self.num_kv_heads = config.num_heads
-        self.head_dim = config.hidden_size // config.num_heads
-        self.causal = False
-        self.windowed = LOCAL in config.layer_types
-        self.biased = False
-        self.has_token_types = False
+        self.shape = config.shape
         self.embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.embeddings_norm = LayerNorm(config.hidden_size, config.epsilon, bias=config.norm_bias)
         self.rotary = nn.ModuleDict({layer_type: RotaryTable(rope) for layer_type, rope in config.ropes.items()})
-        self.layers = nn.ModuleList(ModernBertLayer(config, index) for index in range(self.num_layers))
+        self.layers = nn.ModuleList(ModernBertLayer(config, index) for index in range(len(config.layer_types)))
         self.norm = LayerNorm(config.hidden_size, config.epsilon, bias=config.norm_bias)
         self._layer_types = config.layer_types
 

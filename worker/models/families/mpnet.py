@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ class MPNetModel(BertModel):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
-        self.biased = True
+        self.shape = replace(self.shape, biased=True)
         self.relative_bias = Embedding(_NUM_BUCKETS, config.num_heads)
         buckets = [bucket(distance) for distance in range(-_REACH, _REACH + 1)]
         self.register_buffer("_buckets", torch.tensor(buckets, dtype=torch.int64), persistent=False)

@@ -29,6 +29,7 @@ from torch import nn
 
 from worker.batch.ragged import Mask
 from worker.models.families.reading import read_activation
+from worker.models.interface import ModelShape
 from worker.models.layers import (
     ACTIVATIONS,
     Activation,
@@ -117,19 +118,24 @@ class NomicBertConfig:
             down_bias=config.flag("mlp_fc2_bias", default=has_own_fields),
         )
 
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            has_token_types=self.num_types > 1,
+        )
+
 
 class NomicBertModel(nn.Module):
     def __init__(self, config: NomicBertConfig) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.num_layers = config.num_layers
-        self.num_heads = self.num_kv_heads = config.num_heads
-        self.head_dim = config.head_dim
-        self.causal = False
-        self.windowed = self.biased = False
-        self.has_token_types = config.num_types > 1
+        self.shape = config.shape
         self.embeddings = NomicBertEmbeddings(config)
         self.rotary = RotaryTable(config.rope)
         self.layers = nn.ModuleList(NomicBertLayer(config, self.make_mlp(config)) for _ in range(config.num_layers))
