@@ -81,8 +81,8 @@ def test_every_capacity_edge_stays_close_to_float32(engine: Engine, edge: int, o
 
     for _ in range(3):  # eager, captured or eager again, replayed
         assert lowest_cosine(embed(engine, batch), expected) >= 0.999
-        while engine.has_chores:
-            engine.tend()
+        while engine.has_idle_work:
+            engine.idle_work()
 
 
 @pytest.mark.slow
@@ -141,8 +141,8 @@ def test_a_step_is_typical_once_its_capacity_has_a_graph_or_where_it_will_never_
     def is_typical(runner: DeviceRunner, batch: Batch) -> bool:
         lazy = runner.run(batch)
         lazy.numpy()
-        while runner.has_chores:
-            runner.tend()
+        while runner.has_idle_work:
+            runner.idle_work()
         return lazy.is_typical
 
     small, large = random_batch([20] * 25, seed=4), random_batch([16_385], seed=4)

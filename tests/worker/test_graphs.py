@@ -184,10 +184,10 @@ class TestOnADevice:
 
         assert graphs.keys() == [key(8)]
         assert doubler.output[:17].tolist() == [0.0] * 16 + [-1.0]
-        assert graphs.wants
-        graphs.tend()
+        assert graphs.has_idle_work
+        graphs.idle_work()
         assert graphs.keys() == [key(8), key(16)]
-        assert not graphs.wants
+        assert not graphs.has_idle_work
 
     def test_without_graphs_everything_is_eager(self, doubler: Doubler, start: Start) -> None:
         graphs = start(lazy=False)
@@ -196,7 +196,7 @@ class TestOnADevice:
             graphs.run(key(8))
 
         assert doubler.launches == 3
-        assert not graphs.wants
+        assert not graphs.has_idle_work
 
     def test_a_key_whose_capture_fails_stays_eager(
         self, doubler: Doubler, start: Start, caplog: pytest.LogCaptureFixture
@@ -236,10 +236,10 @@ class TestOnADevice:
         graphs._shrink()
 
         assert (graphs.keys(), graphs.size_bytes) == ([], 0)
-        graphs.tend()
-        graphs.tend()
+        graphs.idle_work()
+        graphs.idle_work()
         assert graphs.keys() == [key(8), key(32)]
-        assert not graphs.wants
+        assert not graphs.has_idle_work
         doubler.input.fill_(1)
         graphs.run(key(32))
         assert doubler.output[:33].tolist() == [2.0] * 32 + [-1.0]
@@ -253,8 +253,8 @@ class TestOnADevice:
         doubler.warm_ups.clear()
 
         again = start()
-        while again.wants:
-            again.tend()
+        while again.has_idle_work:
+            again.idle_work()
 
         assert doubler.warm_ups[0] == key(24)
         assert again.keys() == [key(16), key(8), key(24)]  # the hottest last, as it was
@@ -264,11 +264,11 @@ class TestOnADevice:
         for tokens in (8, 16, 24):
             graphs.capture(key(tokens))
         again = start()
-        again.tend()
+        again.idle_work()
 
         third = start()
-        while third.wants:
-            third.tend()
+        while third.has_idle_work:
+            third.idle_work()
 
         assert set(third.keys()) == {key(8), key(16), key(24)}
 
@@ -276,7 +276,7 @@ class TestOnADevice:
         graphs = start()
         graphs.capture(Key("gone", Capacity(8, 8), 0))
 
-        assert not start().wants
+        assert not start().has_idle_work
 
     def test_without_memory_a_key_is_eager_now_and_captured_later(self, doubler: Doubler, start: Start) -> None:
         graphs = start()
@@ -292,7 +292,7 @@ class TestOnADevice:
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache" / "hot.json").write_text('[["triton", 64]]')
 
-        assert not start().wants
+        assert not start().has_idle_work
         assert "hot.json is not a list of graphs, ignored" in caplog.text
 
     def test_releasing_gives_the_memory_back_and_keys_can_be_captured_again(

@@ -414,7 +414,7 @@ from tests.fakes import FACTS
 from worker.server import Server
 
 class Engine:
-    has_chores = False
+    has_idle_work = False
     def hello(self):
         return FACTS
     def step(self, batch):

@@ -217,13 +217,13 @@ class Engine:
         return None
 
     @property
-    def has_chores(self) -> bool:
-        """Whether `tend` has something to do."""
-        return self._runner.has_chores
+    def has_idle_work(self) -> bool:
+        """Whether `idle_work` has something to do."""
+        return self._runner.has_idle_work
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         """Do a piece of work that nobody waits for (a graph's capture), if there is any; call when no batch waits."""
-        self._runner.tend()
+        self._runner.idle_work()
 
     def check_device(self, error: Exception) -> None:
         """On any thread. Raises DeviceLost: what followed `error` shows that the device is gone, not just this step."""

@@ -140,11 +140,11 @@ class GraphRunner:
         return False
 
     @property
-    def wants(self) -> bool:
-        """Whether `tend` has something to do."""
+    def has_idle_work(self) -> bool:
+        """Whether `idle_work` has something to do."""
         return bool(self._wanted)
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         """Capture one key that is wanted, if there is one: to be called when there is nothing else to do."""
         if self._wanted:
             self.capture(next(iter(self._wanted)))

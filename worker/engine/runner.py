@@ -68,10 +68,10 @@ class Runner(Protocol):
         """As `run`, but first have all that makes the next run of such a batch fast: a measurement begins so."""
 
     @property
-    def has_chores(self) -> bool:
-        """Whether `tend` has something to do."""
+    def has_idle_work(self) -> bool:
+        """Whether `idle_work` has something to do."""
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         """Do a piece of work that nobody waits for, if there is any."""
 
     def release_memory(self) -> None:
@@ -115,10 +115,10 @@ class HostRunner:
         return self.run(batch)
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_work(self) -> bool:
         return False
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         pass
 
     def release_memory(self) -> None:
@@ -346,12 +346,12 @@ class DeviceRunner:
             self._staging.give_back(slot)
 
     @property
-    def has_chores(self) -> bool:
-        return self.graphs.wants
+    def has_idle_work(self) -> bool:
+        return self.graphs.has_idle_work
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         torch.cuda.set_stream(self._stream)
-        self.graphs.tend()
+        self.graphs.idle_work()
 
     def release_memory(self) -> None:
         self.graphs.release()

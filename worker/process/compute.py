@@ -7,7 +7,8 @@ a bound of its own: the server takes no more than two batches at once.
     server ─batch→ launcher: Engine.step ─LazyTensor→ collector: waits, asleep ─outcome→ server
 
 The launcher does not wait for a step to end, so the next one is launched behind the running one. What is ready at once
-(always so on a CPU) it hands on itself. When no batch has come for a moment it lets the engine tend to its graphs.
+(always so on a CPU) it hands on itself. When no batch has come for a moment, the engine does idle work: it captures a
+graph.
 """
 
 from __future__ import annotations
@@ -146,9 +147,9 @@ class Compute:
         """The next batch and when it came, as soon as there is one; None when there will be none."""
         while True:
             try:
-                return self._batches.get(timeout=_IDLE_S if engine.has_chores else None)
+                return self._batches.get(timeout=_IDLE_S if engine.has_idle_work else None)
             except queue.Empty:
-                engine.tend()
+                engine.idle_work()
 
     def _launch(self, engine: Engine, batch: Batch, arrived_ns: int) -> None:
         step = _Step(batch, arrived_ns, time.monotonic_ns())
