@@ -61,6 +61,10 @@ class _Plan:
 
 
 class Runner(Protocol):
+    @property
+    def attention(self) -> str:
+        """Which attention runs, for people."""
+
     def run(self, batch: Batch) -> LazyTensor:
         """Launch a checked batch."""
 
