@@ -1,16 +1,16 @@
-"""FlashAttention-4's kernels (CuTe DSL), compiled at first use: the fastest here for most middle lengths.
+"""FlashAttention-4's kernels (CuTe DSL), compiled at first use: usually the fastest for middle lengths.
 
 What to know of it (GPU measurements: benchmarks/attention.py):
-- The grid depends on the numbers of tokens and of rows in cu_seqlens alone, never on lengths; nothing is planned on
-  the host. But a row costs tiles whether it is empty or not, so many empty rows are ruinous (144 µs a layer instead
-  of 6 at 512 rows): who chooses must know the capacity of the sequence axis.
-- `max_seqlen_q` is ignored by the sm_90 kernel but selects another compilation where it is small, so it is never given:
-  a second compilation of two seconds would land on the first batch of short texts. More than 256 rows are one more,
-  which `select` avoids: they are too many anyway.
+- The grid depends on the numbers of tokens and of rows in cu_seqlens alone, never on lengths. The host plans nothing.
+- A row costs tiles even if it is empty, so many empty rows are ruinous (144 µs a layer instead of 6 at 512 rows). So
+  the choice of a backend has to depend on the capacity of the sequence axis.
+- `max_seqlen_q` is never given. The sm_90 kernel ignores it, but a small value selects another compilation, and those
+  two seconds would delay the first batch of short texts. More than 256 rows select another one too. `select` avoids
+  it: so many rows are slow anyway.
 - An eager call costs the host about 100 µs, several times a small kernel: it is meant to be replayed.
 
-The function that takes the output's buffer is private to the package, so another version may lack it: `select` checks
-what comes out before it trusts any.
+The function that takes the output's buffer is private to the package, and another version may lack it. So `table`
+checks the output before it trusts any version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worker.attention import Attention, AttentionUnavailable
 if TYPE_CHECKING:
     from worker.batch.ragged import Mask, RaggedBatch
 
-MAX_ROWS = 256  # of cu_seqlens: more take another compilation
+MAX_ROWS = 256  # of cu_seqlens: more need another compilation
 
 REQUIREMENT = "flash-attn-4==4.0.0b36"
 
@@ -34,7 +34,7 @@ REQUIREMENT = "flash-attn-4==4.0.0b36"
 class FlashAttention4(Attention):
     def __init__(self) -> None:
         """Raises AttentionUnavailable: the package does not load. It takes ten seconds to import."""
-        # Said at each compilation, about an argument that is None here. Not around the call: that is not thread-safe.
+        # Each compilation warns of an argument that is None here. A filter around the call would not be thread-safe.
         warnings.filterwarnings(
             "ignore",
             r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument",

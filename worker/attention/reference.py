@@ -1,6 +1,6 @@
 """Attention as its formula says: one sequence at a time, in float32. Slow and obviously right.
 
-Rows of the scores are computed in blocks, so that a sequence of 32,768 tokens needs half a GiB at a time and not 68.
+Scores are computed in blocks of rows, so that a sequence of 32,768 tokens needs 0.5 GiB at a time and not 68.
 
 Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1; grouped heads: Ainslie et al., GQA (2023).
 """

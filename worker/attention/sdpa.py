@@ -1,8 +1,8 @@
 """torch's scaled_dot_product_attention, called once for each length that occurs in the batch: for the CPU.
 
-Sequences of equal length lie side by side in a CPU's batch, so each group is a plain batch without a mask, seen
-through views. A batch of as many lengths as sequences costs a call a sequence, about 20 µs each: little beside the
-matrix products of the same tokens. On a GPU, where a launch is not small, no batch has groups.
+Sequences of equal length lie side by side in a CPU's batch, so each group is a plain batch without padding, seen
+through views. If all lengths differ, each sequence costs a call of about 20 µs: little beside the matrix products of
+the same tokens. On a GPU, where a launch is expensive, batches have no groups.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ def _attend(
         added, causal = _added(group.length, mask, query.dtype), False
     gqa = q.shape[1] != k.shape[1]
     output = scaled_dot_product_attention(q, k, v, attn_mask=added, is_causal=causal, enable_gqa=gqa)
-    # [tokens, heads, head_dim]; the CPU kernel lays its result out in this order, so nothing is copied.
+    # [tokens, heads, head_dim]: the order in which the CPU kernel writes, so nothing is copied.
     return output.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _added(length: int, mask: Mask, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores, [heads or 1, length, length]. Its size is the square of the length, a head where
-    there is a bias: 100 MB for 12 heads and 1,448 tokens in float32."""
+    """The numbers that are added to the scores, [heads or 1, length, length].
+
+    With a bias there is a square of the length for each head: 100 MB for 12 heads and 1,448 tokens in float32.
+    """
     positions = torch.arange(length)
     distances = positions - positions[:, None]
     if mask.bias is None:

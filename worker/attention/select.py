@@ -1,24 +1,23 @@
-"""Which attention backend runs a batch: measured once on the device that will run it, then looked up.
+"""Which attention backend runs a batch: measured once on the device, then looked up.
 
-No backend is best everywhere, and which one is depends on the head shape, on the card and on package versions. So every
-backend that can be had is timed at its real job, a replayed graph of a capacity that the engine would use (eagerly
-above the largest), for each class of batches, and the fastest takes the class. A class is
+No backend is the fastest everywhere. Which one is depends on the head shape, the card and the package versions. So each
+backend is timed in each class of batches, at its real job: a replayed graph of a capacity that the engine would use, or
+eager launches above the largest. The fastest takes the class. A class is
 
     tokens (padded)  ×  capacity of the sequence axis  ×  longest sequence
 
-each rounded up to a size of `TOKENS`, `SEQUENCES`, `LONGEST`; the second is there because empty rows cost some kernels
-much and others nothing. A
-backend that is wrong once is out.
+each rounded up to a size of `TOKENS`, `SEQUENCES` or `LONGEST`. The second is there because empty rows cost some
+kernels much and others nothing.
 
-What a backend's `prepare` costs the host counts in full, spread over the layers: the device may be waiting for it. A
-step of many tokens takes longer than any plan for the next one, and there it counts nothing. Within 3 % the
-first of `BACKENDS` wins, so that the choice is stable and few backends are in use, each of which has graphs of its own.
+A backend's `prepare` counts in full, spread over the layers, since the device may wait for it. In steps of many tokens
+it counts nothing: such a step takes longer than any plan for the next one. Within 3 % the first row of the registry
+wins. So the choice is stable, and few backends are in use, each of which has graphs of its own.
 
-What is measured, and kept in a file, is `table`'s. What takes long to import is imported by a thread while the others
-compile. Classes that are not in the table are as their neighbours.
+`table` measures and keeps the results in a file. A thread imports what takes long to import while the other backends
+compile. A class that is not in the table gets the backend of its nearest neighbour.
 
-Rejected: a table in the source, which is wrong on the next card; choosing while serving, which makes the first requests
-pay and answers depend on timing.
+Rejected: a table in the source, which is wrong on the next card. Rejected: choosing while serving, since the first
+requests would pay for it and answers would depend on timing.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ from worker.attention.table import (
 
 logger = logging.getLogger(__name__)
 
-_BUDGET_S = 6.0  # of measuring, once all is imported and most is compiled
-_CLOSE = 1.03
+_BUDGET_S = 6.0  # for measuring, once all is imported and most is compiled
+_CLOSE = 1.03  # times the fastest: a backend within this counts as equally fast
 
 
 class Selection:
     """A backend for every batch. `choose` is a look-up of a microsecond."""
 
     def __init__(self, backends: Mapping[str, Attention], names: Mapping[Cell, str], description: str) -> None:
-        """`names` has at least one class; classes that it lacks are as the nearest that it has."""
+        """`names` has at least one class. A class that it lacks gets the backend of the nearest one."""
         self._backends = dict(backends)
         self._description = description
         self._rows = [
@@ -65,7 +64,7 @@ class Selection:
 
     @classmethod
     def forced(cls, name: str, shape: HeadShape, device: torch.device) -> Selection:
-        """One backend for everything; where it takes compiling, it is compiled now.
+        """One backend for everything. It is compiled now if it has to be.
 
         Raises:
             AttentionUnavailable: there is no such backend, or it cannot do this here.
@@ -82,10 +81,10 @@ class Selection:
 
     @classmethod
     def default(cls, shape: HeadShape, device: torch.device) -> Selection:
-        """Where there is nothing to measure: on a CPU, or where but one kernel for GPUs does what is needed.
+        """The backend for work that nothing is measured for: on a CPU, or if one backend for GPUs alone can do it.
 
         Raises:
-            AttentionUnavailable: it cannot be had.
+            AttentionUnavailable: the backend cannot be used here.
         """
         name = next(row.name for row in BACKENDS.values() if row.is_default and row.device == device.type)
         if device.type == "cpu":
@@ -106,17 +105,17 @@ class Selection:
         measure: Measure | None = None,
         budget_s: float = _BUDGET_S,
     ) -> Selection:
-        """The fastest of what there is for each class, as the file `cache` says or else as measured now.
+        """The fastest backend for each class, from the file `cache` or else measured now.
 
         Args:
-            num_layers: over which the host's work for a batch is spread.
-            max_tokens: of one sequence; longer classes are not measured.
-            cache: read if it is there and for the same device, versions, shape and backends; else written.
-            backends, measure: what is chosen among, and by what; those of this machine if not given.
-            budget_s: after which no further class is measured.
+            num_layers: the layers that share the host's work for a batch.
+            max_tokens: the longest sequence of the model; longer classes are not measured.
+            cache: read if it was written under the same conditions (`conditions_of`); else written.
+            backends, measure: the candidates and what times them; by default this machine's.
+            budget_s: the time after which no further class is measured.
 
         Raises:
-            AttentionUnavailable: no backend that is right can be had.
+            AttentionUnavailable: no candidate opens and computes what the formula does.
         """
         started_s = time.monotonic()
         candidates, missing = find_candidates(BACKENDS if backends is None else backends, shape, device)
@@ -142,7 +141,7 @@ class Selection:
         return cls(opened, names, _describe(names, f"measured in {time.monotonic() - started_s:.1f} s", missing))
 
     def choose(self, tokens: int, sequences: int, max_seqlen: int) -> Attention:
-        """For a batch padded to so many tokens and rows of cu_seqlens, whose longest sequence is this."""
+        """The backend for a batch with these padded numbers of tokens and of rows of cu_seqlens."""
         return self._rows[index_of(TOKENS, tokens)][index_of(SEQUENCES, sequences)][index_of(LONGEST, max_seqlen)]
 
     def named(self, name: str) -> Attention:
@@ -150,11 +149,11 @@ class Selection:
         return self._backends[name]
 
     def backends(self) -> list[Attention]:
-        """Those that `choose` can answer."""
+        """All backends that `choose` may return."""
         return list(self._backends.values())
 
     def describe(self) -> str:
-        """What is chosen for which longest sequence, and why."""
+        """Which backend runs which longest sequence, and why, for people."""
         return self._description
 
 
@@ -167,14 +166,14 @@ def select(
     num_layers: int = 24,
     max_tokens: int = LONGEST[-1],
 ) -> Selection:
-    """What a configuration asks for: a backend's name, or `auto` (see `Selection.measured`).
+    """The selection that `--attention` asks for: one backend by name, or `auto` (see `Selection.measured`).
 
     Args:
-        cache: folder of what was measured; it has a file for each head shape and `max_tokens`.
-        num_layers, max_tokens: as of `Selection.measured`.
+        cache: folder of the tables, which has a file for each head shape and `max_tokens`.
+        num_layers, max_tokens: see `Selection.measured`.
 
     Raises:
-        AttentionUnavailable: it cannot be had here.
+        AttentionUnavailable: the backend cannot be used here.
     """
     if requested != "auto":
         return Selection.forced(requested, shape, device)
@@ -185,7 +184,7 @@ def select(
 
 
 def look_ahead(requested: str, shape: HeadShape, device: torch.device) -> None:
-    """What `select` begins with, for a thread that has seconds to spare: packages are imported, and stay so."""
+    """Import the packages that `select` will need, on a thread that has seconds to spare."""
     if requested == "auto" and _is_measured(shape, device):
         torch.cuda.set_device(device)
         find_candidates(BACKENDS, shape, device)
@@ -205,7 +204,7 @@ def _measure_anew(
     num_layers: int,
     budget_s: float,
 ) -> tuple[dict[str, Attention], Table, dict[str, str]]:
-    """The candidates that open, what each costs by class, and why the others are out."""
+    """The candidates that open, the table of their costs, and why the others are out."""
     cells = list_cells(max_tokens)
     if measure is None:
         measurer = Measurer(shape, device)
@@ -225,9 +224,9 @@ def _measure_anew(
 
 
 def _nearest(names: Mapping[Cell, str], cell: Cell) -> str:
-    """The name of the class itself, or of one that is like it: in length first, then in tokens.
+    """The backend of the class, or of the measured class nearest to it: in length first, then in tokens.
 
-    The class of the most sequences has no upper bound, which some backends need; so it stays by itself.
+    The class of the most sequences has no upper bound, and some backends need one. So it stays by itself.
     """
     if cell in names:
         return names[cell]
@@ -248,7 +247,7 @@ def _winners(table: Table) -> dict[Cell, str]:
 
 
 def _fastest(costs_us: Mapping[str, float]) -> str:
-    """The first of those that are as fast as the fastest, nearly."""
+    """The first backend, in the order of the registry, that is nearly as fast as the fastest."""
     bound_us = min(costs_us.values()) * _CLOSE
     order = [name for name in BACKENDS if name in costs_us] + [name for name in costs_us if name not in BACKENDS]
     return next(name for name in order if costs_us[name] <= bound_us)

@@ -1,8 +1,8 @@
 """What each backend costs in each class of batches: measured class by class, and kept in a file.
 
-A class is measured once for each backend, and the result is compared with the formula: a backend that is wrong or fails
-once is out. To keep this to some seconds, a backend is not timed where it is sure to be slow, and once the time is up
-the classes that are left are not in the table: `select` gives them to their neighbours.
+Each backend is measured once in each class, and its result is compared with the formula. A backend that is wrong or
+fails once is out. Measuring may take some seconds only. So a backend is not timed in classes where it is sure to be
+slow, and the table ends when the time is up: `select` gives the other classes the backend of their neighbours.
 
 A table is kept in a file. Another card, driver, version, head shape or set of backends measures anew.
 """
@@ -29,12 +29,12 @@ from worker.attention.measure import LONGEST, SEQUENCES, TOKENS, Cell, Measureme
 
 logger = logging.getLogger(__name__)
 
-# Classes that are left to their neighbours: with half as many rows or twice as many, all take much the same.
+# With many tokens, these stand for all sizes of `SEQUENCES`: half or twice as many rows take about the same time.
 _SEQUENCES_IF_MANY_TOKENS = (8, 128, 512)
 _MANY_TOKENS = 2048
-_SHORT = 128  # length of sequences that 16,384 tokens of are as 4,096 of
+_SHORT = 128  # up to this length, 16,384 tokens behave as 4,096 do
 
-_HOPELESS = 2.0  # times slower than another, with fewer rows or tokens
+_HOPELESS = 2.0  # times the fastest: a backend that is slower with fewer rows or tokens is not timed
 
 _FORMAT = 2
 _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4")
@@ -44,8 +44,10 @@ Table: TypeAlias = Mapping[Cell, Mapping[str, float]]  # µs of one layer, by ba
 
 
 def list_cells(max_tokens: int) -> list[Cell]:
-    """The classes to measure, with no sequence longer than `max_tokens`: such that there are batches of, but for those
-    that others stand for. In order of their size."""
+    """The classes to measure for sequences of up to `max_tokens`, in order of size.
+
+    Classes that no batch falls into are left out, and those that others stand for.
+    """
     cells = [
         Cell(tokens, sequences, longest)
         for tokens in TOKENS
@@ -64,9 +66,9 @@ def measure_all(
     num_layers: int,
     budget_s: float,
 ) -> tuple[dict[Cell, dict[str, float]], dict[str, str]]:
-    """Costs by class and backend, and why some backends are out. When the time is up, the classes left are not in it.
+    """The table, and why some backends are out. It lacks the classes that were left when the time was up.
 
-    Raises torch.AcceleratorError: a backend broke the device, and nothing can be run any more.
+    Raises torch.AcceleratorError: a backend broke the device, so nothing can run any more.
     """
     table: dict[Cell, dict[str, float]] = {}
     wrong: dict[str, str] = {}
@@ -84,7 +86,7 @@ def measure_all(
             backend_started_s = time.monotonic()
             try:
                 result = measure(backend, cell)
-            except Exception as error:  # other people's kernels raise what they like; the others may still be fine
+            except Exception as error:  # kernels of other packages raise anything; the others may still be fine
                 logger.warning("attention %s is out, it failed at %s", name, cell, exc_info=True)
                 wrong[name] = f"{type(error).__name__}: {error}"
                 if torch.cuda.is_initialized():
@@ -106,10 +108,10 @@ def measure_all(
 
 
 def _is_hopeless(name: str, cell: Cell, table: Table) -> bool:
-    """Whether a backend was slow, or already left out, where rows are fewer, or before the largest class of tokens.
+    """Whether a backend was slow, or already left out, with fewer rows or, for the largest class, fewer tokens.
 
-    More rows only make those slow that are slow for them. More tokens may well change what is fastest; but the largest
-    class takes the longest to measure, and what is half as fast with 4,096 tokens does not catch up.
+    A backend that is slow with few rows is slower with more. More tokens may change which backend is the fastest. But
+    the largest class takes the longest to measure, and a backend half as fast with 4,096 tokens does not catch up.
     """
     row, column = index_of(SEQUENCES, cell.sequences), index_of(TOKENS, cell.tokens)
     smaller = [Cell(cell.tokens, sequences, cell.longest) for sequences in SEQUENCES[:row]]
@@ -122,7 +124,7 @@ def _is_hopeless(name: str, cell: Cell, table: Table) -> bool:
     )
 
 
-# --- what was measured before ---
+# --- the file ---
 
 
 def conditions_of(
@@ -157,7 +159,7 @@ def _version(package: str) -> str | None:
 
 
 def file_name(shape: HeadShape, max_tokens: int) -> str:
-    """Of a table. It tells apart what one machine serves in turn; the file says all that its table depends on."""
+    """The name of a table's file. It tells apart what one machine usually serves; the file holds all conditions."""
     heads = f"{shape.num_heads}-{shape.num_kv_heads}-{shape.head_dim}"
     mask = "causal" if shape.causal else "bidirectional"
     dtype = str(shape.dtype).removeprefix("torch.")
@@ -165,7 +167,7 @@ def file_name(shape: HeadShape, max_tokens: int) -> str:
 
 
 def read_table(cache: Path, conditions: dict[str, object]) -> dict[Cell, dict[str, float]] | None:
-    """The table of a file that was written under the same conditions."""
+    """The table of a file, if it was written under these conditions."""
     try:
         content = json.loads(cache.read_text())
         if content["conditions"] != conditions:
@@ -188,7 +190,7 @@ def read_table(cache: Path, conditions: dict[str, object]) -> dict[Cell, dict[st
 
 
 def write_table(cache: Path, conditions: dict[str, object], table: Table) -> None:
-    """All or nothing. That it cannot be kept costs the next start some seconds, and no more."""
+    """Write a table's file, whole or not at all. Without it the next start takes some seconds more."""
     content = {
         "conditions": conditions,
         "cells": [{"cell": asdict(cell), "us": dict(costs_us)} for cell, costs_us in table.items()],

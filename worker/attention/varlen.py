@@ -1,10 +1,10 @@
-"""torch's own FlashAttention-2 over ragged batches: always there, about half the rate of newer kernels when long.
+"""torch's own FlashAttention-2 over ragged batches: always installed, about half as fast as newer ones on long texts.
 
-The operator that `torch.nn.attention.varlen` wraps is called directly, since the wrapper fills a tensor with zeros for
-the random numbers of dropout with every call: a kernel of its own.
+The operator that `torch.nn.attention.varlen` wraps is called directly. The wrapper would launch one more kernel for
+each call, which fills a tensor with zeros for the random numbers of dropout.
 
 The grid is (ceil(max_seqlen / 128), sequences, heads), so a captured graph serves lengths up to its own bound. Blocks
-beyond a sequence's end leave at once.
+beyond a sequence's end return at once.
 
 Source: Dao, FlashAttention-2 (2023); the grid: torch's csrc/flash_attn/src/flash_fwd_launch_template.h.
 """

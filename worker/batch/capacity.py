@@ -1,10 +1,11 @@
 """How a batch is laid out for a GPU: a fixed number of tokens and of sequences, in arrays at fixed addresses.
 
-On a GPU launches are slow, so a batch fills a `Capacity`, for which a graph was captured. Order of arrival stays. The
-tokens left over form dummy sequences rather than nothing, so that every row of every buffer is computed and finite:
-attention reads whole tiles, and 0 x NaN is NaN. They are short, so they are never what a step waits for. What follows
-from the lengths alone, three numbers a token, the device works out itself (`worker.kernels.step`), so that the host
-need not write it.
+Launches are slow on a GPU, so a batch fills a `Capacity` that a graph was captured for. Sequences stay in order of
+arrival. The tokens left over form dummy sequences, so that every row of every buffer is computed and finite: attention
+reads whole tiles, and 0 x NaN is NaN. Dummies are short, so a step never waits for them.
+
+Three numbers for each token follow from the lengths alone. The device computes them (`worker.kernels.step`), so the
+host need not write them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 MAX_DUMMY_LENGTH = 128
 
-# Below about 200 tokens the weights are what takes the time, and padding is free. Above, it costs what it adds: a
-# quarter of a step at worst (1,025 tokens run as 1,280), 5 % in the mean. Even 8,192 tokens can take longer to
-# launch than to compute (18 ms on a slow host against 14 ms, 200 kernels, 2026-11-29), so graphs go up to twice
-# that; beyond, steps run eagerly, nearly unpadded.
+# The capacities that have graphs. Below about 200 tokens reading the weights takes most of the time, and padding is
+# free. Above, padding costs a quarter of a step at worst (1,025 tokens run as 1,280) and 5 % on average. Even 8,192
+# tokens can take longer to launch than to compute (18 ms on a slow host against 14 ms, 200 kernels, 2026-11-29). So
+# graphs go up to twice that; larger steps run eagerly, nearly unpadded.
 TOKEN_COUNTS = (
     *range(64, 513, 64),
     *range(640, 1025, 128),
@@ -36,17 +37,17 @@ TOKEN_COUNTS = (
     *range(9216, 16385, 1024),
 )
 SEQUENCE_COUNTS = (8, 32, 128, 512, 2048)
-_EAGER_TOKEN_STEP = 64  # for the matrix products' sake
+_EAGER_TOKEN_STEP = 64  # eager steps are padded to a multiple of this, which matrix products like
 
-# The first words of the arrays of a batch: numbers that say something of the step, and where to find them.
-NUM_TOKENS = 0  # that are no dummies'
-NUM_TYPED = 1  # the same where some tokens are of the second type, else 0
-NEXT_SLOT, OUTPUT_WORDS, OUTPUT_ADDRESS = 2, 3, 4  # of `worker.staging`; the last takes two words
+# The words of the head, which comes before the arrays of a batch and describes the step.
+NUM_TOKENS = 0  # tokens without those of dummies
+NUM_TYPED = 1  # the same number if some tokens are of the second type, else 0
+NEXT_SLOT, OUTPUT_WORDS, OUTPUT_ADDRESS = 2, 3, 4  # see `worker.engine.staging`; the last takes two words
 HEAD_WORDS = 8
 
 
-class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is the fastest
-    """How many tokens and sequences a launch has room for (fewer are filled up with dummies), and what it reads.
+class Capacity(NamedTuple):  # a tuple, since each step hashes it several times
+    """How many tokens and sequences a launch has room for, and the layout of its arrays.
 
     The arrays of a batch lie one after the other in int32, each from a multiple of 16 bytes on:
 
@@ -54,7 +55,7 @@ class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is
         | token ids | token types, if types                                                             (host_words)
         | positions | token starts | token stops                                                        (num_words)
 
-    The host writes those of the first two lines. The offsets' first number, a zero, is at the same place whatever the
+    The host writes the arrays of the first two lines. The first offset, a zero, has the same address in every
     capacity.
     """
 
@@ -76,7 +77,7 @@ class Capacity(NamedTuple):  # hashed several times a step, for which a tuple is
         return self.host_words + 3 * _aligned(self.tokens)
 
     def views(self, block: torch.Tensor, attention: Attend, max_seqlen: int) -> RaggedBatch:
-        """The arrays of a batch of this capacity within int32 [>= num_words]."""
+        """A batch of this capacity, whose arrays are views of `block`, int32 [>= num_words]."""
         sizes = [self.sequences + 1] + [self.sequences] * (5 if self.spans else 3)
         sizes += [self.tokens] * (5 if self.types else 4)
         parts = torch.split(block[HEAD_WORDS : self.num_words], [_aligned(size) for size in sizes])
@@ -120,9 +121,9 @@ def choose_capacity(
 
 
 def bucket_index(num_tokens: int, num_sequences: int, num_spans: int) -> int | None:
-    """The number of the smallest capacity that takes a batch, among those with graphs; None: none of them does.
+    """The number of the smallest capacity with a graph that takes a batch; None: no such capacity takes it.
 
-    Every step calls this.
+    Every step calls this, so it makes no objects.
     """
     index = bisect_left(TOKEN_COUNTS, num_tokens)
     if index == len(TOKEN_COUNTS):
@@ -136,26 +137,26 @@ def bucket_index(num_tokens: int, num_sequences: int, num_spans: int) -> int | N
 
 
 def _with_dummies(num_tokens: int, num_sequences: int, tokens: int) -> int:
-    """The sequences of a batch that is padded to so many tokens."""
+    """The number of sequences of a batch, dummies included, once it is padded to `tokens`."""
     return num_sequences - (num_tokens - tokens) // MAX_DUMMY_LENGTH
 
 
 def largest_capacity(max_tokens: int) -> Capacity:
-    """One that has the words of every capacity that `choose_capacity` can answer for up to so many tokens."""
+    """A capacity with at least the words of every one that `choose_capacity` returns for up to `max_tokens`."""
     tokens = max(-(-max_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP, TOKEN_COUNTS[-1])
     return Capacity(tokens, tokens + 1, types=True, spans=True)
 
 
 class HostArrays:
-    """The arrays of a batch of one capacity within a buffer on the host, cut once: cutting costs as much as writing.
+    """Views of a host buffer, one for each array of a capacity. They are made once: making costs as much as writing.
 
-    Nothing is written twice or in vain, since this is on every step's way: a launching thread that has slept finds its
-    caches cold, and each of numpy's calls costs it 2 µs or more.
+    Every step writes them, so nothing is written twice or in vain. A launching thread that has slept finds its caches
+    cold, and each call of numpy costs it 2 µs or more.
     """
 
     def __init__(self, capacity: Capacity, buffer: npt.NDArray[np.int32]) -> None:
-        """`buffer` is int32 [at least capacity.host_words], laid out as `Capacity` says; the first of its offsets is 0
-        and stays so."""
+        """`buffer` is int32 [at least capacity.host_words], laid out as `Capacity` says. Its first offset is set to 0
+        here and stays so."""
         tokens, sequences, types, spans = self._capacity = capacity
         self._head = buffer[:HEAD_WORDS].data
         buffer[HEAD_WORDS] = 0
@@ -170,15 +171,15 @@ class HostArrays:
         self._types = of_tokens[1] if types else None
 
     def fill(self, batch: Batch | None) -> npt.NDArray[np.int32]:
-        """Write a checked batch that fits (or none), and its dummies. Returns its cu_seqlens, until the next call.
+        """Write a checked batch that fits (or none), and its dummies. Returns cu_seqlens, valid until the next call.
 
-        What dummies' rows ask for does not matter, and what their tokens are nobody reads.
+        The token ids of dummies and the options of their rows are never read.
         """
         tokens, sequences = self._capacity[:2]
         stops = self._stops
         num_tokens, num_sequences, longest = 0, 0, MAX_DUMMY_LENGTH
         if batch is None:
-            longest = max(longest, -(-tokens // sequences))  # there may be fewer rows than short dummies take
+            longest = max(longest, -(-tokens // sequences))  # short dummies may need more rows than there are
         else:
             num_tokens, num_sequences = len(batch.token_ids), len(batch.lengths)
             self._token_ids[:num_tokens] = batch.token_ids
@@ -188,7 +189,7 @@ class HostArrays:
             stop += longest
             stops[num_sequences] = stop
             num_sequences += 1
-        stops[num_sequences:] = tokens  # the last dummy's; rows behind it have no tokens
+        stops[num_sequences:] = tokens  # the last dummy; rows behind it have no tokens
         self._head[NUM_TOKENS] = num_tokens
         if self._types is not None:
             self._fill_types(batch, self._types)
@@ -209,7 +210,7 @@ class HostArrays:
             self._dimensions[:num_rows] = batch.dimensions.repeat(counts)
             self._normalize[:num_rows] = batch.normalize.repeat(counts)
             self._encodings[:num_rows] = batch.encodings.repeat(counts)
-        row_sides[:, num_rows:] = self._capacity.tokens  # no tokens, and behind all that have some
+        row_sides[:, num_rows:] = self._capacity.tokens  # rows without tokens, behind all others
 
     def _fill_types(self, batch: Batch | None, types: npt.NDArray[np.int32]) -> None:
         num_typed = 0
@@ -221,7 +222,7 @@ class HostArrays:
 
 
 def worked_out(words: npt.NDArray[np.int32], capacity: Capacity) -> npt.NDArray[np.int32]:
-    """int32 [num_words] of the host's [host_words]: what the device makes of them (`worker.kernels.step.fetch`)."""
+    """int32 [num_words]: what the device makes of the host's `words` (`worker.kernels.step.fetch`)."""
     tokens = capacity.tokens
     offsets = words[HEAD_WORDS : HEAD_WORDS + capacity.sequences + 1]
     sides = np.lib.stride_tricks.sliding_window_view(offsets, 2).repeat(np.diff(offsets), axis=0)

@@ -1,13 +1,13 @@
 """A batch as a model sees it: sequences one after the other, without padding between them.
 
-On a CPU, sequences are put in order of length, so that those of equal length lie side by side. Attention over them is
-then one batched call on views of each such group: no padding, no mask, no copy (measured against a loop over sequences,
-where a call's own cost is most of the cost of a short text). `restore` puts rows back into the batch's order. Rejected:
-order of arrival with a mask, which computes the square of the longest sequence for each.
+On a CPU, sequences are sorted by length, so that those of equal length lie side by side. Attention is then one batched
+call on views of each such group: no padding, no copy. A loop over sequences was slower, since a call's own cost is most
+of the cost of a short text. `restore` puts rows back into the batch's order. Rejected: order of arrival with a mask,
+which computes the square of the longest sequence for every sequence.
 
-A GPU's batch is laid out in `capacity`.
+For a GPU, `capacity` lays a batch out.
 
-Everything that a batch claims is checked here, once; below nothing is checked again.
+Everything that a batch claims is checked here, once. Code below this trusts it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Attend: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RaggedB
 
 
 class BadBatch(ValueError):
-    """A batch asks for what this model does not have; the text says what."""
+    """A batch asks for something that the model does not have. The text says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,16 @@ class RaggedBatch:
     token_starts: torch.Tensor  # [tokens] where the token's own sequence begins
     token_stops: torch.Tensor  # [tokens] one past where it ends
     cu_seqlens: torch.Tensor  # [sequences + 1] sequence i is tokens cu_seqlens[i] … cu_seqlens[i + 1] - 1
-    row_starts: torch.Tensor  # [rows] the first of the tokens that a row is pooled over: mostly a whole sequence
-    row_stops: torch.Tensor  # [rows] one past the last
-    dimensions: torch.Tensor  # [rows] columns that count
+    row_starts: torch.Tensor  # [rows] the first token that a row is pooled over: usually of a whole sequence
+    row_stops: torch.Tensor  # [rows] one past the last such token
+    dimensions: torch.Tensor  # [rows] columns that the client wants
     normalize: torch.Tensor  # [rows] 0 or 1
     encodings: torch.Tensor  # [rows] of common.wire.rows
     token_types: torch.Tensor | None  # [tokens] 0 or 1; None for a model that has no types
-    attention: Attend  # the backend that was chosen for this batch
+    attention: Attend  # the backend for this batch
     max_seqlen: int
-    groups: tuple[LengthGroup, ...] = ()  # on the host, of a batch in order of length: all sequences, by length
-    reference: bool = False  # compute in float32 whatever the weights are: what the others are compared with
+    groups: tuple[LengthGroup, ...] = ()  # all sequences by length, if the batch is sorted; on the host
+    reference: bool = False  # compute in float32 whatever the dtype of the weights, for comparison
 
     @property
     def spans(self) -> Spans:
@@ -109,7 +109,7 @@ class RaggedBatch:
 
 def check(batch: Batch, limits: Limits) -> None:
     """Raises BadBatch: a token id, a length, a number of dimensions, a flag or an encoding is outside the limits."""
-    # That lengths are positive and add up, and that no token id is negative, the message itself has made sure of.
+    # The message itself guarantees that lengths are positive and add up, and that no token id is negative.
     if (largest := int(np.maximum.reduce(batch.token_ids))) >= limits.vocab_size:
         raise BadBatch(f"token id {largest}, but the model has {limits.vocab_size} tokens")
     if (longest := int(np.maximum.reduce(batch.lengths))) > limits.max_tokens:
@@ -117,7 +117,7 @@ def check(batch: Batch, limits: Limits) -> None:
     fewest, most = int(np.minimum.reduce(batch.dimensions)), int(np.maximum.reduce(batch.dimensions))
     if fewest < 1 or most > limits.dimensions:
         raise BadBatch(f"{fewest} to {most} dimensions, but the model has 1 to {limits.dimensions}")
-    # What is left of bytes without those that are right: sooner than any function of numpy.
+    # Bytes without the allowed ones leave the wrong ones: faster than any function of numpy.
     if batch.normalize.tobytes().translate(None, b"\0\1"):
         raise BadBatch("a normalize flag is neither 0 nor 1")
     if batch.encodings.tobytes().translate(None, bytes(limits.encodings)):
@@ -130,7 +130,7 @@ def check(batch: Batch, limits: Limits) -> None:
 
 def _check_spans(batch: Batch) -> None:
     sequences = np.repeat(cu_seqlens(batch.lengths)[:-1], batch.span_counts)
-    sides = (batch.spans + sequences[:, None]).ravel()  # within the message, a start and a stop in turn
+    sides = (batch.spans + sequences[:, None]).ravel()  # starts and stops in turn, counted within the message
     if (np.diff(sides) < 0).any():
         raise BadBatch("spans of a sequence are out of order, or overlap")
 
@@ -139,8 +139,10 @@ def _check_spans(batch: Batch) -> None:
 
 
 def load_sorted(batch: Batch, attention: Attend, *, types: bool = False) -> tuple[RaggedBatch, torch.Tensor]:
-    """A checked batch in order of length, shortest first, its tokens with types or without, and int64 [rows]: row i of
-    the batch's own order is row restore[i] of this one."""
+    """A checked batch sorted by length, shortest first, and `restore`, int64 [rows].
+
+    Row i in the batch's own order is row restore[i] of the sorted one.
+    """
     order = np.argsort(batch.lengths, kind="stable").astype(np.int32)
     lengths = batch.lengths[order]
     offsets = cu_seqlens(lengths)

@@ -1,7 +1,7 @@
 """A model on a device: batches in, rows out.
 
-`step` launches a batch and returns at once (see `lazy`); on a CPU that means when it is done. The whole of what a
-sequence asks for (columns, unit length, quantisation) is computed on the device, so that only finished rows travel.
+`step` launches a batch and returns at once (see `worker.batch.lazy`); on a CPU it returns when the batch has run.
+Column counts, unit length and quantisation are computed on the device, so that only finished rows travel.
 
 One thread builds an engine and calls it: the one thread that launches steps on the device. Rows may be read on another.
 """
@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a step where the operator names none. On a CPU 512 cost least a token. On a GPU as many as take so long: a
-# larger step gains little throughput and lets everybody behind it wait.
+# Tokens of a step with `--max-batch-tokens auto`. On a CPU, steps of 512 tokens cost the least for each token. On a GPU
+# it is the largest of these sizes whose step takes at most _GPU_STEP_S: a larger step gains little throughput, and
+# every request behind it waits longer.
 _CPU_BATCH_TOKENS = 512
 _GPU_BATCH_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _GPU_STEP_S = 0.010
 
-_WARM_UP_S = 1.0
+_WARM_UP_S = 1.0  # on a CPU
 
 
 class Engine:
@@ -91,11 +92,11 @@ class Engine:
     def step(self, batch: Batch) -> LazyTensor:
         """Launch a batch. Its rows come in the batch's order, uint8 [sequences, bytes of the widest row].
 
-        A row begins with what its encoding asks for; of float32, columns from `batch.dimensions[i]` on are 0. A row
-        that is not finite is no answer and is marked so; in float32 it is NaN in all its columns.
+        A row begins with the bytes of its encoding. In float32, columns from `batch.dimensions[i]` on are 0. A row that
+        is not finite is no answer and is marked so; in float32 all its columns are NaN.
 
-        Where the device has no memory left for it, graphs give theirs back and the batch runs in pieces, one after the
-        other. On a GPU a result has to be read before the third step after its own is launched.
+        If the device has no memory left for the batch, graphs give theirs back and the batch runs in pieces, one after
+        the other. On a GPU a result has to be read before the third step after its own is launched.
 
         Raises:
             BadBatch: the batch is outside the model's limits; nothing was launched.
@@ -111,7 +112,7 @@ class Engine:
         return LazyTensor(lambda: rows, is_typical=False)
 
     def _attempt(self, batch: Batch) -> LazyTensor | None:
-        """Launch a batch; None where there is no memory for it, after all that can be spared was given up."""
+        """Launch a batch; None: there is no memory for it, and everything that can be spared has been given up."""
         try:
             return self._runner.run(batch)
         except RuntimeError as error:
@@ -130,11 +131,11 @@ class Engine:
         return self._runner.has_idle_work
 
     def idle_work(self) -> None:
-        """Do a piece of work that nobody waits for (a graph's capture), if there is any; call when no batch waits."""
+        """Capture one graph, or the like, if there is some: call it when no batch waits."""
         self._runner.idle_work()
 
     def check_device(self, error: Exception) -> None:
-        """On any thread. Raises DeviceLost: what followed `error` shows that the device is gone, not just this step."""
+        """Find out whether `error` has taken the device, too; on any thread. Raises DeviceLost: it has."""
         try:
             self._runner.synchronize()
         except RuntimeError as lasting:
@@ -143,7 +144,7 @@ class Engine:
     # --- the stages of a start ---
 
     def _build_runner(self, loaded: LoadedModel, config: WorkerConfig) -> tuple[Runner, str]:
-        """What runs steps, and how, for the log."""
+        """The runner of steps, and how it runs them, for the log."""
         if self._device.type == "cpu":
             packed = pack_linears(cast("nn.Module", loaded.model))
             how = f"{'packed' if packed else 'plain'} linear layers, {torch.get_num_threads()} CPU threads"
@@ -179,7 +180,7 @@ class Engine:
         return facts
 
     def _check(self, runner: DeviceRunner, output: Output, config: WorkerConfig) -> str:
-        """Compare with the reference and capture what is wanted at once; what came out, for the log."""
+        """Compare with the reference, and capture the graphs that are wanted at once; the outcome, for the log."""
         how = f", lowest cosine to float32 {self._self_check(runner, output):.6f}"
         if config.graphs == "eager-start":
             how += f", {runner.capture_ladder(self._limits.max_tokens)} graphs"
@@ -219,10 +220,10 @@ class Engine:
         return time.monotonic() - started_s
 
     def _warm_up(self) -> None:
-        """Run what first comes along once, so that no request pays for it: kernels made, memory grown.
+        """Run steps of usual sizes once, so that no request waits for kernels to be made or memory to be grown.
 
-        On a CPU bounded in time: a step of the full budget is skipped where it would take too long. On a GPU another
-        kernel may be made at every power of two, which takes longer than any step.
+        On a CPU the time is bounded: a step of the full budget is skipped if it would take too long. On a GPU every
+        power of two may need another kernel, and making it takes longer than any step.
         """
         deadline_s = time.monotonic() + (_WARM_UP_S if self._device.type == "cpu" else math.inf)
         most_rows = max_rows(self._facts)

@@ -1,6 +1,6 @@
-"""What others are told of a model, and whether its tokenizer can do what it is told to be for.
+"""What the other processes learn about a model, and whether its tokenizer fits.
 
-A gateway tokenizes by these facts. What it would find wrong with them is found here, before a worker says Hello.
+A gateway tokenizes by these facts. An error that it would find in them is found here, before a worker says Hello.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def describe(
     pooling: str = "",
     max_batch_tokens: int = 0,
 ) -> ModelFacts:
-    """The facts of a model; without a running engine, which has the optional ones, those that its folder tells."""
+    """The facts of a model. The optional ones are known to a running engine alone."""
     scoring = checkpoint.scoring
     return ModelFacts(
         name=name,

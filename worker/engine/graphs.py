@@ -1,20 +1,20 @@
 """Whole forward passes as CUDA graphs, captured when they turn out to be needed.
 
-Launching a model's kernels one by one costs the host ten times what a small step costs the device. A graph replays
-all of them at once, for one capacity (`capacity.Capacity`) and attention backend: its key. Nothing about lengths is in
-it, so a few dozen keys serve any mix of requests.
+Launching a model's kernels one by one costs the host ten times what a small step costs the device. A graph replays all
+of them at once, for one key: a capacity (`worker.batch.capacity`) and an attention backend. Lengths are not part of it,
+so a few dozen keys serve any mix of requests.
 
-The first use of a key runs eagerly, which also compiles what it needs, so a batch that nobody asks for again costs no
-more than that. From the second use on a capture is wanted: it is made when no batch has come for a moment, or on a
-batch's way if captures have taken less than a twentieth of the time lately (it delays that batch, once, by some 20 ms).
-From then on the key is replayed. A key whose capture fails stays eager, and is reported.
+The first use of a key runs eagerly, which also compiles what it needs. So a batch that never comes again costs no more
+than that. From the second use on a capture is wanted. It is made when no batch has come for a moment, or in a step if
+captures have taken less than a twentieth of the time lately (it delays that step, once, by some 20 ms). After that the
+key is replayed. A key whose capture fails stays eager, and is reported.
 
-All graphs share one pool of memory: they run one after the other on one stream, and what a graph has made it puts away
-itself before the next one runs. torch gives a pool back only as a whole. So where graphs take more
-than they may, all are dropped, and the more recently used half of them is wanted again. This module knows no model.
+All graphs share one pool of memory. They run one after the other on one stream, and each graph has saved its results
+before the next one runs. torch frees a pool only as a whole. So when graphs take more than they may, all are dropped,
+and the more recently used half of them is wanted again. This module knows no model.
 
-While a capture runs, to wait for the device as a whole is an error, on any thread, and spoils the capture. So who has
-to on another thread does it by `synchronize`.
+While a capture runs, waiting for the device as a whole is an error on any thread, and spoils the capture. Other threads
+wait through `synchronize`.
 
 Rejected: `torch.cuda.graph`, which synchronises the device and empties the allocator's caches at each capture.
 """
@@ -103,7 +103,7 @@ class GraphRunner:
         self._wanted: OrderedDict[Key, None] = OrderedDict()  # in the order in which they are captured
         self._failed: dict[Key, str] = {}
         self._size_bytes = 0
-        self._lacking: int | None = None  # tokens of a key that there was no memory for: who knows how long
+        self._lacking: int | None = None  # tokens of the smallest key that lacked memory; nothing larger is expected
         self._next_capture_s = 0.0
         self._capturing = threading.Lock()
         self._hot: set[Key] = set()  # of the last run, and not used in this one yet
@@ -122,7 +122,7 @@ class GraphRunner:
         return True
 
     def expects(self, key: Key) -> bool:
-        """Whether a key that has no graph is to get one soon, with which it will take less time."""
+        """Whether a key without a graph will soon get one, and then take less time."""
         has_memory = self._lacking is None or key.capacity.tokens < self._lacking
         return self._lazy and has_memory and key not in self._failed
 
@@ -145,12 +145,12 @@ class GraphRunner:
         return bool(self._wanted)
 
     def idle_work(self) -> None:
-        """Capture one key that is wanted, if there is one: to be called when there is nothing else to do."""
+        """Capture one key that is wanted, if there is one: call it when there is nothing else to do."""
         if self._wanted:
             self.capture(next(iter(self._wanted)))
 
     def capture(self, key: Key) -> bool:
-        """Capture a key now, unless it is; whether it is then."""
+        """Capture a key now, unless it is captured; whether it is captured afterwards."""
         self._wanted.pop(key, None)
         if key in self._captured:
             return True
@@ -179,7 +179,7 @@ class GraphRunner:
         if self._lacking is not None and key.capacity.tokens >= self._lacking:
             self._lacking = None
         if key in self._hot:
-            self._captured.move_to_end(key, last=False)  # what this run has used is dearer
+            self._captured.move_to_end(key, last=False)  # keys that this run has used are kept longer
         self._size_bytes += captured.size_bytes
         self._metrics.graph_captures.labels("done").inc()
         self._metrics.graph_capture_seconds.observe(took_s)
@@ -191,7 +191,7 @@ class GraphRunner:
         return key in self._captured
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait for all that the device has been given, and for a capture to end before.
+        """Wait for a capture to end, then for all work on the device.
 
         Raises:
             RuntimeError: the device has failed.
@@ -200,7 +200,7 @@ class GraphRunner:
             torch.cuda.synchronize(device)
 
     def release(self) -> None:
-        """Give all graphs up, and their memory back."""
+        """Drop all graphs, and give their memory back."""
         # The last replay may still run; memory that a graph uses is not to be freed under it.
         torch.cuda.synchronize()
         for captured in self._captured.values():
@@ -255,7 +255,7 @@ class GraphRunner:
         logger.warning("%s stays without a graph: %s", _text(key), why)
 
     def _forget_empty_pool(self) -> None:
-        """torch gives a pool up with the last graph that uses it."""
+        """torch frees a pool with the last graph that uses it."""
         if not self._captured:
             self._pool = None
 
@@ -277,7 +277,7 @@ class GraphRunner:
             return []
 
     def _write_hot_keys(self) -> None:
-        """Only a hint for the next start: the most recently used first, written whenever one is added."""
+        """A hint for the next start: the most recently used key first, written whenever a key is added."""
         still_hot = [key for key in self._wanted if key in self._hot]
         text = json.dumps([*reversed(self._captured), *still_hot][:_MAX_HOT_KEYS])
         temporary = self._hot_keys.with_suffix(f".{os.getpid()}.tmp")

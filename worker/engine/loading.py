@@ -1,8 +1,8 @@
-"""From a model's folder to a model on a device: what the files declare, what they hold, and who the model is.
+"""From a model's folder to a model on a device.
 
-The order is that of cost: what is wrong in config.json or in a header is refused before memory is asked for, and what
-follows the pooling, which is little, before the weights are read. On a GPU kernels are compiled and packages imported
-while the weights are read, since that takes as long and does not need the numbers.
+Cheap checks come first. A mistake in config.json or in a header is refused before memory is asked for, and what follows
+the pooling, which is small, is read before the weights. On a GPU kernels are compiled and packages imported while the
+weights are read: it takes about as long and does not need the numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SUPPORTED_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model whose parameters are filled, and what is known of it before it runs."""
+    """A model whose parameters are filled, and what is known about it before it runs."""
 
     checkpoint: Checkpoint
     model: Model
@@ -60,7 +60,7 @@ class LoadedModel:
 
 
 class StartStages:
-    """How long each part of a start takes, for whoever wonders why it takes long."""
+    """How long each stage of a start takes, for the log."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[str, float]] = [("files", time.monotonic())]
@@ -163,7 +163,7 @@ def _limits(checkpoint: Checkpoint, model: Model, output: Output) -> Limits:
 
 
 def _check_shapes(checkpoint: Checkpoint) -> None:
-    """What config.json says of sizes against what the weights' headers say, before memory is asked for.
+    """Compare the sizes in config.json with the headers of the weights, before memory is asked for.
 
     Raises ModelError: they do not fit.
     """
@@ -176,7 +176,7 @@ def _check_shapes(checkpoint: Checkpoint) -> None:
 
 
 def _build_empty(architecture: str, config: JsonFile, device: torch.device, dtype: torch.dtype) -> Model:
-    """A model whose parameters are of this dtype, yet to be filled; tables that it computes keep their own."""
+    """A model whose parameters have this dtype and are yet to be filled. Tables that it computes keep their own."""
     former = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -187,7 +187,10 @@ def _build_empty(architecture: str, config: JsonFile, device: torch.device, dtyp
 
 
 def _fingerprint(checkpoint: Checkpoint, weights_sha256: str, dtype_name: str, limits: Limits) -> str:
-    """16 hex digits that are equal where the vectors of the same token ids are (a prompt changes the ids)."""
+    """16 hex digits, equal for two models that give the same vectors for the same token ids.
+
+    Prompts are not in it: they change the token ids.
+    """
     parts = (
         weights_sha256,
         checkpoint.config_sha256,
