@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from worker.models.interface import Model
 
 
-# How a step runs: as it comes, or for certain in one of the two ways.
+# How a step runs: as the graphs decide, or eagerly or by a graph for certain.
 Way = Literal["served", "eager", "graph"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What batches of one kind run by."""
+    """How batches of one kind run."""
 
     key: Key
-    attention: Attention  # the instance of the key, or the backend itself where there is no graph
+    attention: Attention  # the instance of the key, or the backend itself if there is no graph
     host_views: list[HostArrays]  # where its inputs are written, one for each slot
     use_graph: bool
 
@@ -69,24 +69,24 @@ class Runner(Protocol):
         """Launch a checked batch."""
 
     def run_ready(self, batch: Batch) -> LazyTensor:
-        """As `run`, but first have all that makes the next run of such a batch fast: a measurement begins so."""
+        """As `run`, but first prepare what makes the next run of such a batch fast: measurements begin with it."""
 
     @property
     def has_idle_work(self) -> bool:
         """Whether `idle_work` has something to do."""
 
     def idle_work(self) -> None:
-        """Do a piece of work that nobody waits for, if there is any."""
+        """Do a piece of work that no batch waits for, if there is any."""
 
     def release_memory(self) -> None:
-        """Give up what is kept for speed alone."""
+        """Free the memory that is kept for speed alone."""
 
     def synchronize(self) -> None:
-        """Wait for all that was launched; on any thread. Raises RuntimeError: the device has failed."""
+        """Wait for everything that was launched; on any thread. Raises RuntimeError: the device has failed."""
 
 
 class HostRunner:
-    """On a CPU: everything has happened when `run` returns."""
+    """On a CPU: the batch has run when `run` returns."""
 
     def __init__(self, model: Model, output: Output, attention: Attention) -> None:
         self._model = model
@@ -133,10 +133,10 @@ class HostRunner:
 
 
 class DeviceRunner:
-    """On a GPU: `run` returns once all is launched. One thread calls it, whose current stream it sets to its own.
+    """On a GPU: `run` returns once everything is launched. One thread calls it.
 
-    Its own, since a graph cannot be captured on the default stream; and each time that something is launched on the
-    current one (a graph is not), since another one may have been set.
+    It has a stream of its own, since a graph cannot be captured on the default stream. Before each launch on the
+    current stream it sets its own, since another one may be set by then. The launch of a graph names its stream.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class DeviceRunner:
         metrics: Metrics,
     ) -> None:
         """`largest_batch_tokens` bounds every batch that will come."""
-        # Another one for the same steps.
+        # Makes another runner for the same steps.
         self._again = partial(
             DeviceRunner,
             model,
@@ -206,10 +206,10 @@ class DeviceRunner:
         fingerprint: str,
         metrics: Metrics,
     ) -> DeviceRunner:
-        """With the attention that the configuration asks for.
+        """Build a runner with the attention that the configuration asks for.
 
         Raises:
-            ModelError: that attention is not there, or cannot do this model's heads.
+            ModelError: that attention is missing, or cannot compute this model's heads.
         """
         cache = Path(config.cache_dir)
         selection = select(
@@ -232,22 +232,22 @@ class DeviceRunner:
         )
 
     def with_output(self, output: Output) -> DeviceRunner:
-        """A runner of the same steps, from whose hidden states this output makes rows."""
+        """A runner of the same steps with another output."""
         return self._again(output)
 
     @property
     def attention(self) -> str:
-        """Which backends were chosen, and for what, for people."""
+        """Which backend runs what, for people."""
         return self._selection.describe()
 
     def backends(self) -> list[Attention]:
-        """All that may be used."""
+        """All backends that may run a batch."""
         return self._selection.backends()
 
     def capture_ladder(self, longest: int) -> int:
-        """Capture the capacities that steps of sequences of at least four tokens have, all of them; how many."""
+        """Capture all capacities that steps may have if sequences average four tokens or more; returns how many."""
         torch.cuda.set_stream(self._stream)
-        for tokens in reversed(TOKEN_COUNTS):  # the largest first: what it leaves in the pool serves the others
+        for tokens in reversed(TOKEN_COUNTS):  # the largest first: the others reuse its memory
             for sequences in SEQUENCE_COUNTS:
                 if sequences <= tokens // 4 and sequences * longest >= tokens:
                     length = min(longest, max(1, tokens // sequences))
@@ -257,7 +257,7 @@ class DeviceRunner:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """All ways in which steps may run here."""
+        """The ways in which steps may run."""
         return ("eager", "graph") if self._has_graphs else ("eager",)
 
     def run(self, batch: Batch) -> LazyTensor:
@@ -267,7 +267,7 @@ class DeviceRunner:
         return self.run_with(batch, None, self.ways[-1])
 
     def run_with(self, batch: Batch, backend: Attention | None, way: Way) -> LazyTensor:
-        """Launch a checked batch with this attention backend; None: the one that is chosen for its shape."""
+        """Launch a checked batch with an attention backend; None: the one for its shape."""
         num_tokens, num_sequences, num_spans = len(batch.token_ids), len(batch.lengths), len(batch.spans)
         longest = int(np.maximum.reduce(batch.lengths))
         # Classes of lengths end at powers of two, and so do the bounds that keys have.
@@ -282,7 +282,7 @@ class DeviceRunner:
                 self._plans[bucket, power] = plan
         if way == "graph" and plan.use_graph:
             torch.cuda.set_stream(self._stream)
-            self.graphs.capture(plan.key)  # before the inputs are there: it may run on others first
+            self.graphs.capture(plan.key)  # before the inputs are loaded: the capture may load inputs of its own
         slot, offsets = self._staging.load(batch, plan.host_views)
         progress = Progress(staged_ns=time.monotonic_ns()) if len(batch.times_ns) else None
         try:
@@ -309,7 +309,7 @@ class DeviceRunner:
         return _compressed(lazy, batch) if self._output.is_sparse else lazy
 
     def _plan(self, capacity: Capacity, longest: int, backend: Attention | None, *, use_graph: bool) -> _Plan:
-        """What a batch of this capacity runs by. One that is seen once needs nothing that is kept for the next time."""
+        """How a batch of this capacity runs. Without a graph nothing is kept for the next batch."""
         if backend is None:
             backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
         key = _key(backend, capacity, longest)
@@ -318,14 +318,14 @@ class DeviceRunner:
         return _Plan(key, self._instance(key, backend), self._host_views_of(capacity), use_graph=True)
 
     def _host_views_of(self, capacity: Capacity) -> list[HostArrays]:
-        """Where batches of a capacity that will be seen again are written."""
+        """Where batches of a capacity are written; kept for the next ones."""
         views = self._host_views.get(capacity)
         if views is None:
             views = self._host_views[capacity] = self._staging.host_views(capacity)
         return views
 
     def _count(self, batch: Batch, plan: _Plan, *, replayed: bool) -> int:
-        """Note down that a batch has run; bytes of its widest row."""
+        """Count a batch that has run; returns the bytes of its widest row."""
         num_tokens = len(batch.token_ids)
         runs = (self._replays if replayed else self._eager_runs) if plan.use_graph else self._large_runs
         runs.inc()
@@ -336,7 +336,7 @@ class DeviceRunner:
     def reference(self, batch: Batch) -> npt.NDArray[np.float32]:
         """The batch's rows with every product in float32 and attention by its formula; waits for them.
 
-        The weights are those that are served, so what is compared is the arithmetic.
+        The weights are those that are served, so a comparison is one of arithmetic.
         """
         torch.cuda.set_stream(self._stream)
         capacity, _ = choose_capacity(len(batch.token_ids), len(batch.lengths), len(batch.spans), types=self._types)
@@ -366,7 +366,7 @@ class DeviceRunner:
         self.graphs.synchronize(self._stream.device)
 
     def _forward(self, key: Key, attention: Attention | None = None) -> None:
-        """Launch a key's kernels on what was loaded, with this attention; if None, with the one it keeps."""
+        """Launch a key's kernels on the loaded inputs, with this attention; None: with the key's own instance."""
         torch.cuda.set_stream(self._stream)
         bound = key.max_seqlen or key.capacity.tokens
         ragged = key.capacity.views(self._staging.block, attention or self._instances[key], bound)
@@ -374,7 +374,7 @@ class DeviceRunner:
         self._staging.publish(_launch(self._model, self._output, ragged))
 
     def _warm_up(self, key: Key) -> None:
-        """Run a key that has not come along yet, on dummies."""
+        """Run a key on dummies, before a batch has used it."""
         backend = self._selection.named(key.attention)
         slot, offsets = self._staging.load(None, self._host_views_of(key.capacity))
         try:
@@ -393,7 +393,7 @@ class DeviceRunner:
         )
 
     def _instance(self, key: Key, backend: Attention) -> Attention:
-        """What the graph of a key keeps to itself; made once."""
+        """The attention that the graph of a key captures; made once."""
         instance = self._instances.get(key)
         if instance is None:
             instance = self._instances[key] = backend.at(key.capacity.tokens, key.capacity.sequences)
@@ -408,7 +408,7 @@ def _launch(model: Model, output: Output, ragged: RaggedBatch) -> torch.Tensor:
 
 
 def head_shape(model: Model) -> HeadShape:
-    """What attention has to do for this model."""
+    """The head shape that attention has to compute for this model."""
     shape, dtype = model.shape, next(model.parameters()).dtype
     return HeadShape(
         shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.causal, dtype, shape.windowed, shape.biased
@@ -416,21 +416,21 @@ def head_shape(model: Model) -> HeadShape:
 
 
 def row_width(batch: Batch, dimensions: int) -> int:
-    """Bytes of the widest row that a batch asks for; of sparse ones, before they are compressed."""
-    encoding = min(batch.encodings.tobytes())  # of few bytes: Python is faster than numpy
+    """Bytes of the widest row that a batch asks for; for sparse rows, before they are compressed."""
+    encoding = min(batch.encodings.tobytes())  # few bytes: Python is faster than numpy
     return 4 * dimensions if encoding == SPARSE else row_bytes(encoding, dimensions)
 
 
 def _compressed(lazy: LazyTensor, batch: Batch) -> LazyTensor:
-    """A result of a model of sparse rows as its batch asks for it: what measures the model asks for float32."""
+    """The result of a model of sparse rows, compressed if the batch asks for that; measurements ask for float32."""
     if batch.encodings[0] != SPARSE:
         return lazy
     dimensions = batch.dimensions.repeat(batch.span_counts) if len(batch.spans) else batch.dimensions
-    # Never ready, even where the step has ended: it is not for the thread that launches to compress.
+    # Never ready, even if the step has ended, so that the launching thread does not compress.
     is_typical = lazy.is_typical
     return LazyTensor(lambda: compress(lazy.numpy(), dimensions), lambda: False, lazy.progress, is_typical=is_typical)
 
 
 def _key(backend: Attention, capacity: Capacity, longest: int) -> Key:
-    """With a bound on the longest sequence, a power of two from 128 on, where the backend's launch depends on one."""
+    """The key of a batch, with a bound on the longest sequence (a power of two from 128 on) if the launch needs one."""
     return Key(backend.name, capacity, max(128, 1 << (longest - 1).bit_length()) if backend.needs_max_seqlen else 0)
