@@ -1,4 +1,4 @@
-"""What the engine needs from a model: the seam between the families and everything that runs them."""
+"""What the engine needs from a model: the seam between the families and the code that runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What those who run a model need to know of it."""
+    """The sizes of a model, and which options of attention and of batches it uses."""
 
     hidden_size: int
     vocab_size: int
@@ -25,14 +25,14 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int  # divides num_heads
     head_dim: int
-    causal: bool = False  # a token attends to itself and the tokens before it; else to all of its sequence
+    causal: bool = False  # a token attends to itself and to earlier tokens; else to all of its sequence
     windowed: bool = False  # some layers call attention with a window
     biased: bool = False  # some layers call attention with a bias
-    has_token_types: bool = False  # a pair's second text is told from its first
+    has_token_types: bool = False  # it distinguishes a pair's second text from the first
 
 
 class Model(Protocol):
-    """What a family's module offers: the forward pass, and where a checkpoint's tensors go."""
+    """A family's module: the forward pass, and where a checkpoint's tensors go."""
 
     shape: ModelShape
 
@@ -42,7 +42,7 @@ class Model(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """For every canonical name the (part of a) parameter that it fills; together they are all parameters."""
+        """Canonical name → the parameter, or part of one, that it fills. Together they are all parameters."""
 
     def canonical_name(self, stored_name: str) -> str | None:
-        """What a checkpoint's tensor is called in `checkpoint_tensors`; None if it is known and not needed."""
+        """The name of a checkpoint's tensor in `checkpoint_tensors`; None: it is known and not needed."""

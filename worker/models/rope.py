@@ -52,10 +52,11 @@ _TYPES: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 
-# By which texts may become longer. Beyond it tables that are as long as a text may be would not fit anywhere.
+# The largest factor by which texts may become longer: with a larger one, tables would not fit anywhere.
 _LARGEST_FACTOR = 1024.0
 
-# Of yarn: rotations within the trained length, above which a column keeps its frequency, and below which it is slowed.
+# Yarn's defaults: a column with more rotations within the trained length than the first keeps its frequency, and one
+# with fewer than the second is slowed.
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 
@@ -78,7 +79,7 @@ class DynamicScaling:
     trained_length: int  # tokens
 
     def frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
-        """Of texts of up to the trained length."""
+        """Radians a position, for texts of up to the trained length."""
         return 1.0 / periods
 
 
@@ -176,12 +177,12 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What all cosines and sines are multiplied by."""
+        """The factor of all cosines and sines."""
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     @property
     def num_lengths(self) -> int:
-        """Of texts that turn by frequencies of their own: rows of `frequencies_by_length`, 0 if there are none."""
+        """The number of lengths with frequencies of their own: rows of `frequencies_by_length`, 0 if there are none."""
         if not isinstance(self.scaling, DynamicScaling):
             return 0
         return self.num_positions + 1 - self.scaling.trained_length

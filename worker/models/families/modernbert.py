@@ -10,7 +10,7 @@ keys. A local layer turns by angles of its own base.
 config.json says which layers are local in one of two ways (`global_attn_every_n_layers`; since transformers 5
 `layer_types`), and by what they turn in one of two ways (`global_rope_theta` and `local_rope_theta`;
 `rope_parameters`). One of each has to be there: transformers' defaults are not assumed. Gemma 3 says it in the same
-ways under other names; `worker.models.reading` reads both.
+ways under other names; `worker.models.families.reading` reads both.
 """
 
 from __future__ import annotations

@@ -323,8 +323,10 @@ def _read_rope(config: JsonFile, head_dim: int, *, has_own_fields: bool) -> Rope
 
 
 def _read_num_positions(config: JsonFile) -> int:
-    """Of the own code, which has no table: `n_positions` says how far it is meant to go. transformers' field beside it
-    is the length of training."""
+    """The limit for the model's own code, which has no table: `n_positions` says how far it is meant to go.
+
+    transformers' field beside it is the trained length.
+    """
     num_positions = config.integer("n_positions")
     if not config.values.get("rotary_scaling_factor"):
         return num_positions
