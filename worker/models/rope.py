@@ -4,13 +4,12 @@ Source: Su et al., RoFormer (2021); the scalings, which let a model take longer 
 defaults of their fields as in transformers' `modeling_rope_utils`: linear, dynamic (NTK), yarn (Peng et al., YaRN,
 2023), llama3. Another one, or a field in one that is not known of it, stops the start.
 
-How long a text may be is a decision of this file, since transformers turns by any position. `max_position_embeddings`
-is the limit that sentence-transformers sets where no `max_seq_length` does. It is kept, but where the scaling itself
-says that more was meant: yarn reaches factor times the length that it was trained on (a file made as Qwen's manual says
-keeps the trained length in `max_position_embeddings`), and dynamic scaling begins only beyond
-`max_position_embeddings`, so it reaches factor times that. Linear is not extended: in most files the field is the
-scaled length already, and a table of factor times as many rows would be made for nothing. A text beyond the limit is
-never turned by made-up angles: it is refused or cut.
+This file decides how long a text may be, since transformers turns by any position. sentence-transformers takes
+`max_position_embeddings` as the limit if no `max_seq_length` is declared, and so does this file. Two scalings say that
+more is meant. Yarn reaches factor times the trained length, which a file made by Qwen's manual keeps in
+`max_position_embeddings`. Dynamic scaling begins only beyond `max_position_embeddings`, so it reaches factor times
+that. Linear scaling is not extended: in most files the field is the scaled length already, and a table of factor times
+as many rows would be made for nothing. A text beyond the limit is never turned by made-up angles: it is refused or cut.
 """
 
 from __future__ import annotations
