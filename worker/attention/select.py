@@ -63,16 +63,12 @@ class Selection:
         ]
 
     @classmethod
-    def forced(cls, name: str, shape: HeadShape, device: torch.device) -> Selection:
+    def forced(cls, name: str, shape: HeadShape, device: torch.device, why: str = "as asked for") -> Selection:
         """One backend for everything. It is compiled now if it has to be.
 
         Raises:
             AttentionUnavailable: there is no such backend, or it cannot do this here.
         """
-        return cls._only(name, "as asked for", shape, device)
-
-    @classmethod
-    def _only(cls, name: str, why: str, shape: HeadShape, device: torch.device) -> Selection:
         backend = BACKENDS.get(name)
         if backend is None:
             known = ", ".join(["auto", *BACKENDS])
@@ -88,9 +84,9 @@ class Selection:
         """
         name = next(row.name for row in BACKENDS.values() if row.is_default and row.device == device.type)
         if device.type == "cpu":
-            return cls._only(name, "the one for CPUs", shape, device)
+            return cls.forced(name, shape, device, "the one for CPUs")
         why = "windows or biases" if shape.windowed or shape.biased else str(shape.dtype)
-        return cls._only(name, f"the one that computes in {why} on a GPU", shape, device)
+        return cls.forced(name, shape, device, f"the one that computes in {why} on a GPU")
 
     @classmethod
     def measured(
