@@ -166,7 +166,7 @@ def file_name(shape: HeadShape, max_tokens: int) -> str:
     return f"attention-{heads}-{mask}-{dtype}-{max_tokens}.json"
 
 
-def read_table(cache: Path, conditions: dict[str, object]) -> dict[Cell, dict[str, float]] | None:
+def read_table(cache: Path, conditions: dict[str, object]) -> Table | None:
     """The table of a file, if it was written under these conditions."""
     try:
         content = json.loads(cache.read_text())
