@@ -36,8 +36,8 @@ from benchmarks.record import write_result
 from worker.attention import AttentionUnavailable, HeadShape
 from worker.attention.measure import GraphPool, compare, elapsed_ms, qkv, ragged
 from worker.attention.reference import attend
-from worker.attention.select import BACKENDS
-from worker.batch.ragged import MAX_DUMMY_LENGTH, Capacity
+from worker.attention.registry import BACKENDS
+from worker.batch.capacity import MAX_DUMMY_LENGTH, Capacity
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -146,9 +146,7 @@ class Run:
         checked = np.unique(np.linspace(0, len(lengths) - 1, NUM_CHECKED).astype(int))
         self._spans = [slice(int(starts[i]), int(starts[i] + lengths[i])) for i in checked]
         self._query, self._key, self._value = qkv(shape, work.capacity.tokens, device)
-        expected = [
-            attend(self._query[span], self._key[span], self._value[span], causal=shape.causal) for span in self._spans
-        ]
+        expected = [attend(self._query[span], self._key[span], self._value[span], shape.mask) for span in self._spans]
         self._expected = torch.cat(expected)
 
     def measure(self, backends: list[Attention], pool: GraphPool) -> dict[str, Timing]:
@@ -207,13 +205,13 @@ class Run:
             raise DeviceLost(f"{name} at {self._work}: {error}") from error
 
     def _call(self, instance: Attention, batch: RaggedBatch) -> torch.Tensor:
-        return instance(self._query, self._key, self._value, batch, causal=self._shape.causal)
+        return instance(self._query, self._key, self._value, batch, self._shape.mask)
 
 
 def open_backends(names: list[str], shape: HeadShape, device: torch.device) -> list[Attention]:
     """Those named, or without names all that are ready; what is left out is said."""
     backends = []
-    for name in names or list(BACKENDS):
+    for name in names or [row.name for row in BACKENDS.values() if row.is_measured]:
         backend = BACKENDS[name]
         reason = backend.unavailable(shape, device) or (None if names else backend.unready(shape))
         if reason is None:

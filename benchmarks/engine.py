@@ -246,7 +246,7 @@ def mixed_hour(started: Started, num_batches: int, limit_s: float) -> dict[str, 
         while len(unread) > (2 if waits else 0):
             unread.popleft()()
         if not waits:
-            engine.tend()
+            engine.idle_work()
         if (total_s := counters(metrics)[_CAPTURE_SUM]) > captures_s[-1]:
             captures_s.append(total_s)
     while unread:

@@ -124,8 +124,8 @@ def warm(engine: Engine, batch: Batch) -> None:
     """Run a batch until its graph is replayed, if it has one."""
     for _ in range(3):
         engine.step(batch).numpy()
-        while engine.has_chores:
-            engine.tend()
+        while engine.has_idle_work:
+            engine.idle_work()
 
 
 def run_ahead(launch: Callable[[], Read], num_steps: int) -> None:

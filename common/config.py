@@ -24,6 +24,8 @@ from common.run_dir import default_run_dir
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 TASKS = ("auto", "embed", "score", "sparse")
+# A test compares them with the rows of `worker.attention.registry`.
+ATTENTION_BACKENDS = ("triton", "flash_attention_4", "torch", "flashinfer_fa3", "flashinfer_fa2", "sdpa", "reference")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 
 
@@ -146,16 +148,7 @@ class WorkerConfig(ProcessConfig):
     attention: str = _option(
         "auto",
         "attention backend; auto: the fastest on this device, as measured there",
-        choices=(
-            "auto",
-            "triton",
-            "flash_attention_4",
-            "torch",
-            "flashinfer_fa3",
-            "flashinfer_fa2",
-            "sdpa",
-            "reference",
-        ),
+        choices=("auto", *ATTENTION_BACKENDS),
     )
     graphs: str = _option(
         "lazy",

@@ -46,6 +46,52 @@ def imports(tree: ast.Module) -> set[str]:
     return names
 
 
+# The wings of a package, from the top floor to the ground: none imports what is above it.
+FLOORS = {"worker": ("process", "engine", "models", "attention", "kernels", "batch", "checkpoint")}
+
+
+def import_graph() -> dict[str, set[str]]:
+    """What each product module imports of the others, anywhere in it: for types alone and within functions, too."""
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                # Of `from package import name`, the module of that name if there is one, else the package.
+                found.update(
+                    full if (full := f"{node.module}.{alias.name}") in names else str(node.module)
+                    for alias in node.names
+                )
+        graph[name] = found & set(names) - {name}
+    return graph
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    graph = import_graph()
+    # Take away what imports nothing and what nothing imports, until only circles and the ways between them are left.
+    while ends := {name for name in graph if not graph[name] or name not in set().union(*graph.values())}:
+        graph = {name: found - ends for name, found in graph.items() if name not in ends}
+
+    assert graph == {}
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_import_goes_up(package: str) -> None:
+    floors = FLOORS[package]
+    arrows = {
+        tuple(name.split(".")[1] for name in (module, other))
+        for module, found in import_graph().items()
+        for other in found
+        if all(name.startswith(f"{package}.") and not name.endswith("__main__") for name in (module, other))
+    }
+
+    assert {wing for arrow in arrows for wing in arrow} == set(floors), "each wing has its floor"
+    assert {(wing, other) for wing, other in arrows if floors.index(wing) > floors.index(other)} == set()
+
+
 @pytest.fixture(params=MODULES, ids=str)
 def module(request: pytest.FixtureRequest) -> Path:
     return request.param  # type: ignore[no-any-return]

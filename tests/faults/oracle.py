@@ -173,7 +173,7 @@ class Memory:
 class OracleEngine:
     """What `Compute` needs of an engine. A step has ended when `step` returns, as on a CPU."""
 
-    has_chores = False
+    has_idle_work = False
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class OracleEngine:
         self._running.num_sequences = 0
         return LazyTensor(lambda: Rows(rows, finite))
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         pass
 
     def check_device(self, error: Exception) -> None:

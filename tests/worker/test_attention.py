@@ -13,20 +13,18 @@ import torch
 
 from tests.models import make_batch, random_sequences
 from worker.attention import Attention, AttentionUnavailable, HeadShape
-from worker.attention.flash_attention_4 import FlashAttention4
-from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.measure import MAX_ERROR, MIN_COSINE, compare, qkv, ragged
 from worker.attention.reference import ReferenceAttention, attend
+from worker.attention.registry import BACKENDS
 from worker.attention.sdpa import SdpaAttention
-from worker.attention.select import BACKENDS, Selection
-from worker.attention.varlen import TorchAttention
-from worker.batch.ragged import Capacity, RaggedBatch, load_sorted
-from worker.engine.graphs import place
+from worker.attention.select import Selection
+from worker.batch.capacity import Capacity, choose_capacity
+from worker.batch.ragged import Mask, RaggedBatch, load_sorted
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=8, causal=False, dtype=torch.float32)
 
 
@@ -77,7 +75,7 @@ def weighted_mean(
 # --- on the CPU ---
 
 
-@pytest.fixture(params=[ReferenceAttention, SdpaAttention], ids=lambda backend: backend.name)
+@pytest.fixture(params=[ReferenceAttention, SdpaAttention], ids=["reference", "sdpa"])
 def attention(request: pytest.FixtureRequest) -> Attention:
     backend: Attention = request.param()
     return backend
@@ -92,7 +90,7 @@ def test_each_sequence_attends_to_itself_alone(
     query, key, value = qkv(replace(SHAPE, num_kv_heads=num_kv_heads), sum(lengths), CPU)
     batch = load(lengths, attention)
 
-    output = attention(query, key, value, batch, causal=causal)
+    output = attention(query, key, value, batch, Mask(causal))
 
     full_key, full_value = (tensor.repeat_interleave(4 // num_kv_heads, dim=1) for tensor in (key, value))
     expected = torch.cat(
@@ -116,7 +114,7 @@ def test_windows_and_biases_are_those_of_the_formula(
     query, key, value = qkv(replace(SHAPE, num_kv_heads=num_kv_heads), sum(lengths), CPU)
     bias = None if reach is None else 2 * torch.randn(4, 2 * reach + 1, generator=torch.Generator().manual_seed(1))
 
-    output = attention(query, key, value, load(lengths, attention), causal=causal, window=window, bias=bias)
+    output = attention(query, key, value, load(lengths, attention), Mask(causal, window, bias))
 
     full_key, full_value = (tensor.repeat_interleave(4 // num_kv_heads, dim=1) for tensor in (key, value))
     expected = torch.cat(
@@ -132,7 +130,7 @@ def test_windows_and_biases_are_those_of_the_formula(
 def test_a_token_that_sees_only_itself_has_its_own_value(attention: Attention) -> None:
     query, key, value = qkv(SHAPE, 9, CPU)
 
-    output = attention(query, key, value, load([2, 7], attention), causal=False, window=0)
+    output = attention(query, key, value, load([2, 7], attention), Mask(causal=False, window=0))
 
     torch.testing.assert_close(output, value.repeat_interleave(2, dim=1), rtol=0, atol=1e-6)
 
@@ -140,10 +138,10 @@ def test_a_token_that_sees_only_itself_has_its_own_value(attention: Attention) -
 def test_other_sequences_with_nan_change_nothing_within_windows_and_with_a_bias(attention: Attention) -> None:
     query, key, value = qkv(SHAPE, 18, CPU)
     batch, bias = load([6, 6, 6], attention), torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
-    clean = attention(query, key, value, batch, causal=False, window=2, bias=bias)
+    clean = attention(query, key, value, batch, Mask(causal=False, window=2, bias=bias))
     value[6:12] = torch.nan
 
-    output = attention(query, key, value, batch, causal=False, window=2, bias=bias)
+    output = attention(query, key, value, batch, Mask(causal=False, window=2, bias=bias))
 
     assert torch.equal(output[:6], clean[:6])
     assert torch.equal(output[12:], clean[12:])
@@ -153,7 +151,7 @@ def test_other_sequences_with_nan_change_nothing_within_windows_and_with_a_bias(
 def test_large_scores_do_not_overflow(attention: Attention) -> None:
     query, key, value = qkv(SHAPE, 6, CPU)
 
-    output = attention(query * 1e3, key * 1e3, value, load([2, 4], attention), causal=False)
+    output = attention(query * 1e3, key * 1e3, value, load([2, 4], attention), Mask(causal=False))
 
     assert output.isfinite().all()
 
@@ -162,10 +160,10 @@ def test_large_scores_do_not_overflow(attention: Attention) -> None:
 def test_other_sequences_with_nan_change_nothing(attention: Attention, causal: bool) -> None:
     query, key, value = qkv(SHAPE, 9, CPU)
     batch = load([3, 3, 3], attention)
-    clean = attention(query, key, value, batch, causal=causal)
+    clean = attention(query, key, value, batch, Mask(causal))
     value[3:6] = torch.nan
 
-    output = attention(query, key, value, batch, causal=causal)
+    output = attention(query, key, value, batch, Mask(causal))
 
     assert torch.equal(output[:3], clean[:3])
     assert torch.equal(output[6:], clean[6:])
@@ -175,35 +173,35 @@ def test_other_sequences_with_nan_change_nothing(attention: Attention, causal: b
 def test_causal_attention_does_not_see_what_comes_later(attention: Attention) -> None:
     query, key, value = qkv(SHAPE, 8, CPU)
     batch = load([8], attention)
-    clean = attention(query, key, value, batch, causal=True)
+    clean = attention(query, key, value, batch, Mask(causal=True))
     key[5:], value[5:] = 7.0, 7.0
 
-    output = attention(query, key, value, batch, causal=True)
+    output = attention(query, key, value, batch, Mask(causal=True))
 
     torch.testing.assert_close(output[:5], clean[:5], rtol=0, atol=1e-6)
     assert not torch.allclose(output[5:], clean[5:])
 
 
 def test_reference_passes_over_rows_without_tokens() -> None:
-    attention = ReferenceAttention()
+    attention, mask = ReferenceAttention(), Mask(causal=False)
     # Padded with a dummy to 64 tokens, and with rows without tokens to 8.
     batch, offsets = ragged(np.array([5, 1, 20], dtype=np.int32), Capacity(64, 8), CPU, attention)
     query, key, value = qkv(SHAPE, 64, CPU)
 
-    output = attention(query, key, value, batch, causal=False)
+    output = attention(query, key, value, batch, mask)
 
     assert offsets.tolist() == [0, 5, 6, 26, 64, 64, 64, 64, 64]
-    expected = [attend(query[a:b], key[a:b], value[a:b], causal=False) for a, b in [(0, 5), (5, 6), (6, 26), (26, 64)]]
+    expected = [attend(query[a:b], key[a:b], value[a:b], mask) for a, b in [(0, 5), (5, 6), (6, 26), (26, 64)]]
     assert torch.equal(output, torch.cat(expected))
 
 
 def test_reference_computes_in_blocks_what_it_computes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = qkv(SHAPE, 50, CPU)
     bias = torch.randn(4, 11, generator=torch.Generator().manual_seed(1))
-    whole = attend(query, key, value, causal=True, window=20, bias=bias)
+    whole = attend(query, key, value, Mask(causal=True, window=20, bias=bias))
     monkeypatch.setattr("worker.attention.reference._MAX_SCORES", 4 * 50 * 7)
 
-    output = attend(query, key, value, causal=True, window=20, bias=bias)
+    output = attend(query, key, value, Mask(causal=True, window=20, bias=bias))
 
     torch.testing.assert_close(output, whole, rtol=0, atol=1e-6)
 
@@ -219,16 +217,16 @@ def test_a_backend_whose_package_is_missing_says_what_to_install() -> None:
     shape = replace(SHAPE, head_dim=64, dtype=torch.bfloat16)
 
     with pytest.raises(AttentionUnavailable, match=r"flash_attention_4: not installed: flash-attn-4==\d"):
-        FlashAttention4(shape)
+        BACKENDS["flash_attention_4"].open(shape, CUDA)
     with pytest.raises(AttentionUnavailable, match=r"flashinfer_fa3: not installed: flashinfer-python==\d"):
-        FlashInferAttention(shape, CPU, "fa3")
+        BACKENDS["flashinfer_fa3"].open(shape, CUDA)
 
 
 def test_torch_refuses_what_its_kernels_do_not_compute() -> None:
     with pytest.raises(AttentionUnavailable, match="float32"):
-        TorchAttention(SHAPE)
+        BACKENDS["torch"].open(SHAPE, CUDA)
     with pytest.raises(AttentionUnavailable, match="head_dim 264"):
-        TorchAttention(replace(SHAPE, head_dim=264, dtype=torch.float16))
+        BACKENDS["torch"].open(replace(SHAPE, head_dim=264, dtype=torch.float16), CUDA)
 
 
 # --- on a GPU ---
@@ -257,7 +255,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 may_warn = pytest.mark.filterwarnings("default")  # packages warn of what they do themselves, when they compile
 
 
-@pytest.fixture(scope="module", params=list(BACKENDS))
+@pytest.fixture(scope="module", params=[row.name for row in BACKENDS.values() if row.is_measured])
 def backend_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -288,7 +286,7 @@ def lengths_named(name: str) -> npt.NDArray[np.int32]:
 def assert_formula(output: torch.Tensor, batch: RaggedBatch, shape: HeadShape) -> None:
     """That `output` is the attention of `qkv` over the batch."""
     query, key, value = qkv(shape, len(batch.token_ids), output.device)
-    expected = ReferenceAttention()(query.float(), key.float(), value.float(), batch, causal=shape.causal)
+    expected = ReferenceAttention()(query.float(), key.float(), value.float(), batch, shape.mask)
     error, cosine = compare(output, expected)
     assert error <= MAX_ERROR
     assert cosine >= MIN_COSINE
@@ -305,10 +303,10 @@ class Replayed:
         # Kept: a graph reads where they were, whoever has the memory by then.
         query, key, value = self._inputs = qkv(shape, capacity.tokens, torch.device("cuda"))
         self._instance.prepare(offsets)
-        self._instance(query, key, value, self._batch, causal=shape.causal)
+        self._instance(query, key, value, self._batch, shape.mask)
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin()
-        self._output = self._instance(query, key, value, self._batch, causal=shape.causal)
+        self._output = self._instance(query, key, value, self._batch, shape.mask)
         self._graph.capture_end()
 
     def run(self, batch: RaggedBatch, offsets: npt.NDArray[np.int32]) -> torch.Tensor:
@@ -326,12 +324,12 @@ class Replayed:
 @pytest.mark.parametrize("name", list(LENGTHS))
 def test_on_a_gpu_eagerly_it_is_the_formula(on_gpu: Attention, shape: HeadShape, name: str) -> None:
     lengths = lengths_named(name)
-    capacity, _ = place(int(lengths.sum()), len(lengths))
+    capacity, _ = choose_capacity(int(lengths.sum()), len(lengths))
     batch, offsets = ragged(lengths, capacity, torch.device("cuda"), on_gpu)
     query, key, value = qkv(shape, capacity.tokens, torch.device("cuda"))
     on_gpu.prepare(offsets)
 
-    output = on_gpu(query, key, value, batch, causal=shape.causal)
+    output = on_gpu(query, key, value, batch, shape.mask)
 
     assert output.shape == query.shape
     assert output.dtype == query.dtype
@@ -384,7 +382,7 @@ def test_on_a_gpu_float32_is_the_formula_in_a_graph_too(name: str, causal: bool)
         torch.cuda.synchronize()
 
     query, key, value = qkv(float32, capacity.tokens, device)
-    expected = ReferenceAttention()(query, key, value, batch, causal=causal)
+    expected = ReferenceAttention()(query, key, value, batch, float32.mask)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
 
 

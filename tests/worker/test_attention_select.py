@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,33 +19,23 @@ from common.config import WorkerConfig
 from worker.attention import Attention, AttentionUnavailable, HeadShape
 from worker.attention.measure import LONGEST, SEQUENCES, TOKENS, Cell, Measurement, _formula, lengths_of, qkv
 from worker.attention.reference import attend
-from worker.attention.select import BACKENDS, Backend, Selection, select
+from worker.attention.registry import BACKENDS, Backend
+from worker.attention.select import Selection, select
+from worker.batch.ragged import Mask
 
 CPU = torch.device("cpu")
 SHAPE = HeadShape(num_heads=16, num_kv_heads=8, head_dim=128, causal=True, dtype=torch.bfloat16)
 
 
-class FakeAttention:
-    """Does nothing, under a name."""
+class FakeAttention(Attention):
+    """Does nothing."""
 
-    needs_max_seqlen = False
-    prepares = False
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def at(self, tokens: int, sequences: int) -> FakeAttention:
-        return self
-
-    def prepare(self, cu_seqlens: object) -> None:
-        pass
-
-    def __call__(self, query: torch.Tensor, key: object, value: object, batch: object, *, causal: bool) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, key: object, value: object, batch: object, mask: object) -> torch.Tensor:
         return query
 
 
-def backend(name: str, *, unavailable: str | None = None, unready: str | None = None) -> Backend:
-    return Backend(lambda shape, device: unavailable, lambda shape, device: FakeAttention(name), lambda shape: unready)
+def backend(name: str, build: Callable[..., Attention] = lambda *_: FakeAttention(), **changes: Any) -> Backend:  # noqa: ANN401
+    return Backend(name, build, device="cpu", **changes)
 
 
 @dataclass
@@ -128,7 +119,7 @@ def test_empty_rows_are_told_apart(cache: Path) -> None:
 def test_every_backend_can_be_asked_for_by_name() -> None:
     choices = next(item for item in dataclasses.fields(WorkerConfig) if item.name == "attention").metadata["choices"]
 
-    assert choices == ("auto", *BACKENDS, "sdpa", "reference")
+    assert choices == ("auto", *BACKENDS)
 
 
 def test_as_fast_within_three_percent_the_first_wins(cache: Path) -> None:
@@ -164,7 +155,9 @@ def test_only_backends_in_use_are_kept(cache: Path) -> None:
 
 
 def test_the_description_names_backends_by_longest_sequence(cache: Path) -> None:
-    selection = measured(cache, Timings(short_and_long), other=backend("other", unavailable="not installed: it==1"))
+    selection = measured(
+        cache, Timings(short_and_long), other=backend("other", module="not_there", requirement="it==1")
+    )
 
     text = selection.describe()
 
@@ -226,10 +219,13 @@ def test_a_backend_that_would_have_to_be_compiled_first_is_no_candidate(
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    selection = measured(cache, Timings(short_and_long), ("short",), long=backend("long", unready="not compiled"))
+    selection = measured(cache, Timings(short_and_long), ("short",), long=backend("long", is_built=lambda shape: False))
 
     assert [attention.name for attention in selection.backends()] == ["short"]
-    assert "attention long is no candidate: not compiled" in caplog.text
+    assert (
+        "attention long is no candidate: its kernels are not compiled; starting once with --attention long does"
+        in caplog.text
+    )
 
 
 # --- measuring no more than it takes ---
@@ -274,7 +270,7 @@ def test_what_is_slow_for_many_tokens_is_not_measured_for_the_most(cache: Path) 
 
 
 def test_a_backend_is_not_chosen_for_more_rows_than_it_is_for(cache: Path) -> None:
-    fast = Backend(lambda shape, device: None, lambda shape, device: FakeAttention("fast"), max_rows=256)
+    fast = backend("fast", max_rows=256)
 
     selection = measured(cache, Timings(lambda name, cell: 1.0 if name == "fast" else 2.0), ("any",), fast=fast)
 
@@ -283,7 +279,7 @@ def test_a_backend_is_not_chosen_for_more_rows_than_it_is_for(cache: Path) -> No
 
 
 def test_a_backend_that_is_slow_to_open_is_measured_with_the_others(cache: Path) -> None:
-    late = Backend(lambda shape, device: None, lambda shape, device: FakeAttention("late"), slow_to_open=True)
+    late = backend("late", slow_to_open=True)
 
     selection = measured(cache, Timings(lambda name, cell: 1.0 if name == "late" else 2.0), ("any",), late=late)
 
@@ -294,7 +290,7 @@ def test_a_backend_that_is_slow_to_open_is_measured_with_the_others(cache: Path)
 def test_a_backend_that_another_stands_in_for_is_opened_only_without_that_one(
     cache: Path, other: str, chosen: set[str]
 ) -> None:
-    late = Backend(lambda shape, device: None, lambda shape, device: FakeAttention("late"), instead=other)
+    late = backend("late", instead=other)
 
     selection = measured(cache, Timings(short_and_long), ("short",), late=late)
 
@@ -304,9 +300,9 @@ def test_a_backend_that_another_stands_in_for_is_opened_only_without_that_one(
 
 def test_a_backend_that_is_slow_to_open_and_does_not_is_left_out(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     def broken(shape: HeadShape, device: torch.device) -> Attention:
-        raise AttentionUnavailable("attention late: does not load")
+        raise AttentionUnavailable("does not load")
 
-    late = Backend(lambda shape, device: None, broken, slow_to_open=True)
+    late = backend("late", broken, slow_to_open=True)
 
     selection = measured(cache, Timings(lambda name, cell: 1.0), ("any",), late=late)
 
@@ -396,9 +392,9 @@ def test_a_chosen_backend_that_no_longer_opens_is_replaced(cache: Path, caplog: 
     measured(cache, Timings(short_and_long))
 
     def broken(shape: HeadShape, device: torch.device) -> Attention:
-        raise AttentionUnavailable("attention long: does not load")
+        raise AttentionUnavailable("does not load")
 
-    selection = measured(cache, Timings(short_and_long), ("short",), long=Backend(lambda shape, device: None, broken))
+    selection = measured(cache, Timings(short_and_long), ("short",), long=backend("long", broken))
 
     assert [attention.name for attention in selection.backends()] == ["short"]
     assert "attention long: does not load" in caplog.text
@@ -516,7 +512,7 @@ def test_results_are_compared_with_the_formula(causal: bool, max_masked: int, mo
     rows, expected = _formula(*tensors, lengths, offsets, causal=causal)
 
     parts = zip(*(tensor.split(lengths.tolist()) for tensor in tensors), strict=True)
-    full = torch.cat([attend(query, key, value, causal=causal) for query, key, value in parts])
+    full = torch.cat([attend(query, key, value, Mask(causal)) for query, key, value in parts])
     assert rows.tolist()[:4] == [0, 1, 2, 3]
     assert rows.tolist()[-1] == 112
     torch.testing.assert_close(expected, full[rows], rtol=0, atol=1e-6)

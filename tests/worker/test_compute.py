@@ -83,10 +83,10 @@ class FakeEngine:
         return rows
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_work(self) -> bool:
         return self._chores > 0
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         self._chores -= 1
         if self.chore_breaks:
             raise RuntimeError("the device is gone")

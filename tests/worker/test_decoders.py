@@ -399,4 +399,4 @@ def test_a_mistral_has_to_say_whether_it_has_a_window(tmp_path: Path) -> None:
 def test_a_window_of_all_positions_is_none(tmp_path: Path, window: int | None) -> None:
     checkpoint = Checkpoint.read(parity.save(mistral(sliding_window=window), tmp_path))
 
-    assert not build(checkpoint.architecture, checkpoint.config).windowed
+    assert not build(checkpoint.architecture, checkpoint.config).shape.windowed

@@ -15,6 +15,7 @@ from common.wire.messages import Batch
 from tests.models import bert_config, bert_tensors, make_batch, qwen3_config, qwen3_tensors, write_bert, write_qwen3
 from tests.reference import BertReference, unit
 from tests.worker.conftest import make_engine
+from worker.attention import Attention
 from worker.batch.ragged import RaggedBatch
 from worker.checkpoint.files import ModelError
 from worker.engine.engine import Engine
@@ -80,8 +81,8 @@ def test_every_capacity_edge_stays_close_to_float32(engine: Engine, edge: int, o
 
     for _ in range(3):  # eager, captured or eager again, replayed
         assert lowest_cosine(embed(engine, batch), expected) >= 0.999
-        while engine.has_chores:
-            engine.tend()
+        while engine.has_idle_work:
+            engine.idle_work()
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_a_graph_computes_the_same_bits_as_eager_launches(engine: Engine, tmp_pa
     backend = next(backend for backend in runner_of(engine).backends() if backend.name == "triton")
     runner = DeviceRunner.build(
         engine._model,
-        Output(["last"], [], engine._model.hidden_size),
+        Output(["last"], [], engine._model.shape.hidden_size),
         WorkerConfig(run_dir="unused", cache_dir=str(tmp_path)),
         max_tokens=512,
         largest_batch_tokens=512,
@@ -128,7 +129,7 @@ def test_a_step_is_typical_once_its_capacity_has_a_graph_or_where_it_will_never_
     def runner_with(graphs: str) -> DeviceRunner:
         return DeviceRunner.build(
             engine._model,
-            Output(["last"], [], engine._model.hidden_size),
+            Output(["last"], [], engine._model.shape.hidden_size),
             WorkerConfig(run_dir="unused", cache_dir=str(tmp_path), graphs=graphs),
             max_tokens=MAX_TOKENS,
             largest_batch_tokens=MAX_TOKENS,
@@ -140,8 +141,8 @@ def test_a_step_is_typical_once_its_capacity_has_a_graph_or_where_it_will_never_
     def is_typical(runner: DeviceRunner, batch: Batch) -> bool:
         lazy = runner.run(batch)
         lazy.numpy()
-        while runner.has_chores:
-            runner.tend()
+        while runner.has_idle_work:
+            runner.idle_work()
         return lazy.is_typical
 
     small, large = random_batch([20] * 25, seed=4), random_batch([16_385], seed=4)
@@ -190,20 +191,12 @@ def test_all_graphs_are_there_before_an_eager_start_is_ready(tmp_path: Path) -> 
     assert lowest_cosine(embed(engine, batch), expected) >= 0.999
 
 
-class FailingAttention:
+class FailingAttention(Attention):
     """Raises when a step is half launched."""
 
     name = "failing"
-    needs_max_seqlen = False
-    prepares = False
 
-    def at(self, tokens: int, sequences: int) -> FailingAttention:
-        return self
-
-    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
-        pass
-
-    def __call__(self, *inputs: object, **options: object) -> torch.Tensor:
+    def __call__(self, *inputs: object) -> torch.Tensor:
         raise RuntimeError("half launched")
 
 

@@ -1,4 +1,4 @@
-"""Which capacity a batch runs at, and when a graph is captured, replayed, dropped or given up."""
+"""When a graph is captured, replayed, dropped or given up."""
 
 from __future__ import annotations
 
@@ -11,53 +11,11 @@ import pytest
 import torch
 
 from common.metrics import Metrics
-from worker.batch.ragged import Capacity
+from worker.batch.capacity import Capacity
 from worker.engine.driver import Driver
-from worker.engine.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, _Captured, largest_capacity, place
+from worker.engine.graphs import GraphRunner, Key, _Captured
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_sequences", "capacity", "worth"),
-    [
-        (1, 1, Capacity(64, 8), True),
-        (64, 8, Capacity(64, 8), True),
-        (63, 8, Capacity(64, 32), True),  # a dummy is the ninth
-        (65, 1, Capacity(128, 8), True),
-        (512, 25, Capacity(512, 32), True),
-        (513, 25, Capacity(640, 32), True),
-        (1025, 1, Capacity(1280, 8), True),  # 255 tokens over: two dummies
-        (4096, 512, Capacity(4096, 512), True),
-        (4097, 1, Capacity(4608, 8), True),
-        (9000, 100, Capacity(9216, 128), True),
-        (16384, 32, Capacity(16384, 32), True),
-        (16385, 1, Capacity(16448, 2), False),
-        (4000, 3000, Capacity(4096, 3001), False),  # more sequences than any graph
-    ],
-)
-def test_a_batch_runs_at_the_smallest_capacity_that_takes_it_and_its_dummies(
-    num_tokens: int, num_sequences: int, capacity: Capacity, worth: bool
-) -> None:
-    assert place(num_tokens, num_sequences) == (capacity, worth)
-
-
-def test_the_ladder_is_that_of_the_design() -> None:
-    assert TOKEN_COUNTS[:9] == (64, 128, 192, 256, 320, 384, 448, 512, 640)
-    assert TOKEN_COUNTS[-1] == 16384
-    assert len(TOKEN_COUNTS) == 40
-
-
-@pytest.mark.parametrize("max_tokens", [40, 4096, 4097, 16384, 32768])
-def test_the_largest_capacity_has_room_for_every_other(max_tokens: int) -> None:
-    room = largest_capacity(max_tokens)
-
-    for num_tokens in (1, 63, 65, 511, 1025, max_tokens):
-        for num_sequences in (1, min(num_tokens, 500), num_tokens):
-            sequences = min(num_sequences, max_tokens)
-            capacity, _ = place(min(num_tokens, max_tokens), sequences, sequences, types=True)
-            assert capacity.num_words <= room.num_words
-            assert capacity.host_words <= room.host_words
 
 
 class Doubler:
@@ -226,10 +184,10 @@ class TestOnADevice:
 
         assert graphs.keys() == [key(8)]
         assert doubler.output[:17].tolist() == [0.0] * 16 + [-1.0]
-        assert graphs.wants
-        graphs.tend()
+        assert graphs.has_idle_work
+        graphs.idle_work()
         assert graphs.keys() == [key(8), key(16)]
-        assert not graphs.wants
+        assert not graphs.has_idle_work
 
     def test_without_graphs_everything_is_eager(self, doubler: Doubler, start: Start) -> None:
         graphs = start(lazy=False)
@@ -238,7 +196,7 @@ class TestOnADevice:
             graphs.run(key(8))
 
         assert doubler.launches == 3
-        assert not graphs.wants
+        assert not graphs.has_idle_work
 
     def test_a_key_whose_capture_fails_stays_eager(
         self, doubler: Doubler, start: Start, caplog: pytest.LogCaptureFixture
@@ -278,10 +236,10 @@ class TestOnADevice:
         graphs._shrink()
 
         assert (graphs.keys(), graphs.size_bytes) == ([], 0)
-        graphs.tend()
-        graphs.tend()
+        graphs.idle_work()
+        graphs.idle_work()
         assert graphs.keys() == [key(8), key(32)]
-        assert not graphs.wants
+        assert not graphs.has_idle_work
         doubler.input.fill_(1)
         graphs.run(key(32))
         assert doubler.output[:33].tolist() == [2.0] * 32 + [-1.0]
@@ -295,8 +253,8 @@ class TestOnADevice:
         doubler.warm_ups.clear()
 
         again = start()
-        while again.wants:
-            again.tend()
+        while again.has_idle_work:
+            again.idle_work()
 
         assert doubler.warm_ups[0] == key(24)
         assert again.keys() == [key(16), key(8), key(24)]  # the hottest last, as it was
@@ -306,11 +264,11 @@ class TestOnADevice:
         for tokens in (8, 16, 24):
             graphs.capture(key(tokens))
         again = start()
-        again.tend()
+        again.idle_work()
 
         third = start()
-        while third.wants:
-            third.tend()
+        while third.has_idle_work:
+            third.idle_work()
 
         assert set(third.keys()) == {key(8), key(16), key(24)}
 
@@ -318,7 +276,7 @@ class TestOnADevice:
         graphs = start()
         graphs.capture(Key("gone", Capacity(8, 8), 0))
 
-        assert not start().wants
+        assert not start().has_idle_work
 
     def test_without_memory_a_key_is_eager_now_and_captured_later(self, doubler: Doubler, start: Start) -> None:
         graphs = start()
@@ -334,7 +292,7 @@ class TestOnADevice:
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache" / "hot.json").write_text('[["triton", 64]]')
 
-        assert not start().wants
+        assert not start().has_idle_work
         assert "hot.json is not a list of graphs, ignored" in caplog.text
 
     def test_releasing_gives_the_memory_back_and_keys_can_be_captured_again(
@@ -347,7 +305,3 @@ class TestOnADevice:
 
         assert (graphs.keys(), graphs.size_bytes) == ([], 0)
         assert graphs.capture(key(8))
-
-
-def test_sequence_counts_grow_in_steps_of_four() -> None:
-    assert SEQUENCE_COUNTS == (8, 32, 128, 512, 2048)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from common.wire.rows import BINARY, FLOAT32, INT8
+from worker.batch.lazy import FLAG_BYTES
+from worker.batch.ragged import Spans
 from worker.checkpoint.modules import Pooling
-from worker.models.pooling import FLAG_BYTES, Spans, finish, pool
+from worker.models.pooling import finish, pool
 
 HIDDEN = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 0.0], [-1.0, -8.0]])
 NAN = math.nan

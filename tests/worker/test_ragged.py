@@ -11,18 +11,8 @@ import torch
 
 from tests.models import make_batch
 from worker.attention.sdpa import SdpaAttention
-from worker.batch.ragged import (
-    BadBatch,
-    Capacity,
-    HostArrays,
-    LengthGroup,
-    Limits,
-    RaggedBatch,
-    check,
-    load_sorted,
-    worked_out,
-)
-from worker.engine.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS
+from worker.batch.capacity import SEQUENCE_COUNTS, TOKEN_COUNTS, Capacity, HostArrays, worked_out
+from worker.batch.ragged import BadBatch, LengthGroup, Limits, RaggedBatch, check, load_sorted
 
 LIMITS = Limits(vocab_size=100, max_tokens=8, dimensions=32, encodings=frozenset({0, 1}))
 SDPA = SdpaAttention()

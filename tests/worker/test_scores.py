@@ -541,7 +541,7 @@ def test_on_a_gpu_scores_are_part_of_a_steps_graph(family: str, num_labels: int,
 
     for _ in range(3):  # eager, captured or eager again, replayed
         scores = embed(engine, sequences(), width=num_labels, type_starts=starts)
-        engine.tend()
+        engine.idle_work()
         np.testing.assert_allclose(scores, expected, rtol=0, atol=0.1)
 
 

@@ -415,7 +415,7 @@ from tests.fakes import FACTS
 from worker.process.server import Server
 
 class Engine:
-    has_chores = False
+    has_idle_work = False
     def hello(self):
         return FACTS
     def step(self, batch):

@@ -17,6 +17,7 @@ import tests.worker.kernels  # noqa: F401  # chooses the interpreter before Trit
 from tests.worker.kernels import DEVICE
 from worker.attention.reference import ReferenceAttention
 from worker.attention.triton import Config, TritonAttention, _attend, _attention_kernel, _candidates, _choose
+from worker.batch.ragged import Mask
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -163,7 +164,7 @@ def test_each_sequence_attends_to_itself_alone(lengths: list[int], causal: bool,
     batch = bounds(lengths)
 
     with poisoned_memory():
-        output = _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config)
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal), config)
 
     assert_close(output, formula(query, key, value, lengths, causal))
 
@@ -178,7 +179,7 @@ def test_any_group_of_heads_and_any_head_dim(heads: int, kv_heads: int, head_dim
     batch = bounds(lengths)
 
     with poisoned_memory():
-        output = _attend(query, key, value, batch.token_starts, batch.token_stops, False, config)
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal=False), config)
 
     assert_close(output, formula(query, key, value, lengths, False))
 
@@ -198,7 +199,7 @@ def test_a_token_sees_what_is_within_the_window(window: int, causal: bool, confi
     batch = bounds(lengths)
 
     with poisoned_memory():
-        output = _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, window)
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal, window), config)
 
     assert_close(output, formula(query, key, value, lengths, causal, window))
 
@@ -212,7 +213,7 @@ def test_a_bias_is_added_by_head_and_distance(reach: int, causal: bool, config: 
     batch, bias = bounds(lengths), table(3, reach)
 
     with poisoned_memory():
-        output = _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, None, bias)
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal, None, bias), config)
 
     assert_close(output, formula(query, key, value, lengths, causal, None, bias))
 
@@ -226,7 +227,7 @@ def test_a_window_and_a_bias_go_together(window: int, reach: int, causal: bool, 
     batch, bias = bounds(lengths), table(4, reach)
 
     with poisoned_memory():
-        output = _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, window, bias)
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal, window, bias), config)
 
     assert_close(output, formula(query, key, value, lengths, causal, window, bias))
 
@@ -240,10 +241,10 @@ def test_keys_outside_the_windows_of_all_rows_are_not_visited(config: Config, ca
     # What the tile of token 50 may visit, of any config: within the window of its tokens, and a block's padding.
     first = 50 // config.block_m * config.block_m
     stop = first + config.block_m + (0 if causal else 5)
-    visited = _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, 5)
+    visited = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal, 5), config)
     value[: first - 5], value[stop:] = torch.nan, torch.nan
 
-    output = _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, 5)
+    output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal, 5), config)
 
     assert torch.equal(output[first : first + config.block_m], visited[first : first + config.block_m])
 
@@ -261,7 +262,7 @@ def test_within_windows_and_with_a_bias_too_a_sequence_spoils_only_itself(
     clean = formula(*qkv, lengths, False, 6, bias)
     qkv[part][4, 0, 7] = bad
 
-    output = _attend(*qkv, batch.token_starts, batch.token_stops, False, config, 6, bias)
+    output = _attend(*qkv, batch.token_starts, batch.token_stops, Mask(False, 6, bias), config)
 
     assert_close(output[:3], clean[:3])
     assert_close(output[8:], clean[8:])
@@ -277,7 +278,7 @@ def test_in_float32_windows_and_biases_are_exact(causal: bool) -> None:
     bias = table(3, 6)
 
     with poisoned_memory():
-        output = TritonAttention()(query, key, value, bounds(lengths), causal=causal, window=9, bias=bias)  # type: ignore[arg-type]
+        output = TritonAttention()(query, key, value, bounds(lengths), Mask(causal, 9, bias))  # type: ignore[arg-type]
 
     assert_close(output, formula(query, key, value, lengths, causal, 9, bias))
 
@@ -287,7 +288,7 @@ def test_heads_of_256_fit() -> None:
     query, key, value = split(merged(29, 5, 256, torch.float16), 3, 1)
 
     with poisoned_memory():
-        output = TritonAttention()(query, key, value, bounds(lengths), causal=False, window=8)  # type: ignore[arg-type]
+        output = TritonAttention()(query, key, value, bounds(lengths), Mask(causal=False, window=8))  # type: ignore[arg-type]
 
     assert_close(output, formula(query, key, value, lengths, False, 8))
 
@@ -311,7 +312,7 @@ def test_the_backend_reads_a_batch(causal: bool) -> None:
     lengths = [20, 1, 12]
     query, key, value = split(merged(33, 8, 32, torch.float16), 4, 2)
 
-    output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
+    output = TritonAttention()(query, key, value, bounds(lengths), Mask(causal))  # type: ignore[arg-type]
 
     assert_close(output, formula(query, key, value, lengths, causal))
 
@@ -319,7 +320,7 @@ def test_the_backend_reads_a_batch(causal: bool) -> None:
 def test_scores_that_would_overflow_do_not() -> None:
     query, key, value = split(merged(6, 3, 32, torch.float16), 1, 1)
 
-    output = TritonAttention()(query * 100, key * 100, value, bounds([2, 4]), causal=False)  # type: ignore[arg-type]
+    output = TritonAttention()(query * 100, key * 100, value, bounds([2, 4]), Mask(causal=False))  # type: ignore[arg-type]
 
     assert_close(output, formula(query * 100, key * 100, value, [2, 4], False))
 
@@ -335,7 +336,7 @@ def test_a_sequence_that_is_not_finite_spoils_only_itself(part: int, bad: float,
     clean = formula(*qkv, lengths, False)
     qkv[part][4, 0, 7] = bad
 
-    output = _attend(*qkv, batch.token_starts, batch.token_stops, False, config)
+    output = _attend(*qkv, batch.token_starts, batch.token_stops, Mask(causal=False), config)
 
     assert_close(output[:3], clean[:3])
     assert_close(output[8:], clean[8:])
@@ -352,7 +353,7 @@ def test_in_float32_it_is_exact(heads: int, kv_heads: int, head_dim: int, causal
     query, key, value = split(merged(39, heads + 2 * kv_heads, head_dim, torch.float32), heads, kv_heads)
 
     with poisoned_memory():
-        output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
+        output = TritonAttention()(query, key, value, bounds(lengths), Mask(causal))  # type: ignore[arg-type]
 
     assert output.dtype == torch.float32
     assert_close(output, formula(query, key, value, lengths, causal))
@@ -401,7 +402,7 @@ LENGTHS = {
 def test_models_shapes_in_bf16(lengths: list[int], heads: int, kv_heads: int, head_dim: int, causal: bool) -> None:
     query, key, value = split(merged(sum(lengths), heads + 2 * kv_heads, head_dim, torch.bfloat16), heads, kv_heads)
 
-    output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
+    output = TritonAttention()(query, key, value, bounds(lengths), Mask(causal))  # type: ignore[arg-type]
 
     assert_close(output, formula(query, key, value, lengths, causal))
 
@@ -412,7 +413,7 @@ def test_models_shapes_in_bf16(lengths: list[int], heads: int, kv_heads: int, he
 def test_models_shapes_in_float32(lengths: list[int], heads: int, kv_heads: int, head_dim: int, causal: bool) -> None:
     query, key, value = split(merged(sum(lengths), heads + 2 * kv_heads, head_dim, torch.float32), heads, kv_heads)
 
-    output = TritonAttention()(query, key, value, bounds(lengths), causal=causal)  # type: ignore[arg-type]
+    output = TritonAttention()(query, key, value, bounds(lengths), Mask(causal))  # type: ignore[arg-type]
 
     assert_close(output, formula(query.double(), key.double(), value.double(), lengths, causal))
 
@@ -423,7 +424,7 @@ def test_other_head_dims(dtype: torch.dtype, head_dim: int) -> None:
     lengths = LENGTHS["up to 128"]
     query, key, value = split(merged(sum(lengths), 5, head_dim, dtype), 3, 1)
 
-    output = TritonAttention()(query, key, value, bounds(lengths), causal=True)  # type: ignore[arg-type]
+    output = TritonAttention()(query, key, value, bounds(lengths), Mask(causal=True))  # type: ignore[arg-type]
 
     assert_close(output, formula(query.double(), key.double(), value.double(), lengths, True))
 
@@ -443,7 +444,7 @@ def test_whatever_is_chosen_is_right(size: tuple[int, int], group: int, head_dim
     config = _choose(*size, group, head_dim, torch.bfloat16)
 
     with poisoned_memory():
-        output = _attend(query, key, value, batch.token_starts, batch.token_stops, False, config)
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal=False), config)
 
     assert_close(output, formula(query, key, value, lengths, False))
 
@@ -456,7 +457,7 @@ def test_every_candidate_is_right(config: Config) -> None:
     batch = bounds(lengths)
 
     with poisoned_memory():
-        output = _attend(query, key, value, batch.token_starts, batch.token_stops, False, config)
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal=False), config)
 
     assert_close(output, formula(query, key, value, lengths, False))
 
@@ -502,7 +503,7 @@ def test_every_candidate_is_right_with_a_window_and_a_bias(config: Config) -> No
     batch, bias = bounds(lengths), table(4, 100)
 
     with poisoned_memory():
-        output = _attend(query, key, value, batch.token_starts, batch.token_stops, False, config, 90, bias)
+        output = _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(False, 90, bias), config)
 
     assert_close(output, formula(query, key, value, lengths, False, 90, bias))
 
@@ -513,7 +514,7 @@ def test_no_window_and_no_number_of_tokens_compiles_another_kernel(causal: bool)
         query, key, value = split(merged(num_tokens, 3, 64, torch.bfloat16), 1, 1)
         batch, bias = bounds([num_tokens]), table(1, reach)
         config = Config(64, 64, 1, 4, 2, skip_masks=True)
-        _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, window, bias)
+        _attend(query, key, value, batch.token_starts, batch.token_stops, Mask(causal, window, bias), config)
 
     run(64, 64, 64)
     kernels = compiled_kernels()
@@ -542,15 +543,13 @@ def check_as_reference(
     batch = bounds(lengths)
 
     with poisoned_memory():
-        output = TritonAttention()(query, key, value, batch, causal=causal, window=window, bias=bias)  # type: ignore[arg-type]
+        output = TritonAttention()(query, key, value, batch, Mask(causal, window, bias))  # type: ignore[arg-type]
 
     expected = ReferenceAttention()(
         query.float(),
         key.float(),
         value.float(),
         batch,  # type: ignore[arg-type]
-        causal=causal,
-        window=window,
-        bias=bias,
+        Mask(causal, window, bias),
     )
     assert_close(output, expected)

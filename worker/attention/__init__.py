@@ -1,18 +1,25 @@
-"""Attention over ragged batches: one interface, one file a backend.
+"""Attention over ragged batches: one interface, one file a backend, one registry.
 
-Every backend passes the same tests against `reference`. Which is fastest depends on the device and on the shape of the
-work (`select` measures it), so a model is handed a backend with each batch and never asks which it is.
+Adding a backend takes one file, which implements `Attention`, and one row in `registry`, which says what the backend
+can do and how it is built. The row's name has to be among the flag's choices (`common.config.ATTENTION_BACKENDS`); a
+test compares the two. Everything else follows from the row: which models and devices may use the backend, whether it is
+measured, and the tests on a GPU, which compare every backend with `reference`.
 
-On a GPU a backend's kernels are captured into graphs that are replayed for other lengths. What they leave to the host
-for each batch is done in `prepare`; what a captured graph reads (plans, offsets) is owned by the instance that `at`
-gives, and lives as long as the graph does.
+Which backend is fastest depends on the device and on the shape of the work (`select` measures it). So a model gets a
+backend with each batch and never asks which it is.
+
+On a GPU a backend's kernels are captured into graphs, which are replayed for batches of other lengths. What a backend
+leaves to the host for each batch is done in `prepare`. What a captured graph reads (plans, offsets) belongs to the
+instance that `at` returns, and lives as long as the graph does.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from worker.batch.ragged import Mask
 from worker.checkpoint.files import ModelError
 
 if TYPE_CHECKING:
@@ -43,45 +50,39 @@ class HeadShape:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
 
+    @property
+    def mask(self) -> Mask:
+        """The mask of layers without a window and without a bias."""
+        return Mask(self.causal)
 
-class Attention(Protocol):
-    """Each token attends to all tokens of its own sequence, or if causal to those up to itself.
+
+class Attention(ABC):
+    """Each token attends to the tokens of its own sequence that a mask lets it see.
 
     Scores are scaled by head_dim ** -0.5.
     """
 
-    name: str
-    needs_max_seqlen: bool  # whether a launch depends on `batch.max_seqlen`: a graph then holds up to one bound only
-    prepares: bool  # whether `prepare` does anything
+    name: str  # that of its row in `registry`, which sets it
+    needs_max_seqlen: bool = False  # whether a launch depends on `batch.max_seqlen`: a graph holds up to one bound only
+    prepares: bool = False  # whether `prepare` does anything
 
     def at(self, tokens: int, sequences: int) -> Attention:
-        """What a graph of this capacity captures and keeps; itself where nothing is kept between replays."""
+        """What a graph of this capacity captures and keeps: the backend itself if it keeps nothing between replays."""
+        return self
 
     def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
         """The host's work for one batch: before its kernels are launched, eagerly or by a replay, on the same stream.
 
-        `cu_seqlens` is int32 [sequences + 1], those of the padded batch, and is read before this returns. Nothing to do
-        for most backends.
+        `cu_seqlens` is int32 [sequences + 1], that of the padded batch, and is read before this returns.
         """
+        assert not self.prepares, "a backend that prepares says how"
 
+    @abstractmethod
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: RaggedBatch,
-        *,
-        causal: bool,
-        window: int | None = None,
-        bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
         """[tokens, heads, head_dim] and twice [tokens, kv heads, head_dim] → contiguous [tokens, heads, head_dim].
 
-        The inputs may be strided views of one tensor, with head_dim contiguous.
-
-        Args:
-            window: the farthest that a token sees, in tokens to either side; None: all of its sequence. Only where the
-                head shape is `windowed`.
-            bias: float32 [heads, 2 * reach + 1], added to the scaled scores of a query at i and a key at j in column
-                reach + min(max(j - i, -reach), reach). Only where the head shape is `biased`.
+        The inputs may be strided views of one tensor, with head_dim contiguous. The mask is causal as the head shape
+        is, and has a window or a bias only if the head shape is `windowed` or `biased`.
         """

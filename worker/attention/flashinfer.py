@@ -1,29 +1,28 @@
 """FlashInfer's ragged prefill kernels, planned on the host for each batch.
 
-Two sets of kernels: `fa3` (Hopper; a persistent grid that reads a list of work, so neither lengths nor the capacity of
-the sequence axis cost anything) and `fa2` (any GPU since Ampere). Making the list is host work of 0.1 to 1 ms a batch,
-once for all layers: `prepare`.
+There are two sets of kernels. `fa3` is for Hopper: a persistent grid reads a list of work, so neither lengths nor the
+capacity of the sequence axis cost anything. `fa2` is for any GPU since Ampere. The host makes the list in 0.1 to 1 ms a
+batch, once for all layers (`prepare`).
 
-Between the plan that a graph was captured with and those of its replays these hold (read in flashinfer/prefill.py and
-include/flashinfer/attention/scheduler.cuh, version 0.6.13):
-- The number of rows of cu_seqlens is fixed, and the first plan's number of tokens is the most there may be: `at` plans
-  a full capacity first. What the plan says about offsets and grid is then the same for any lengths; it is compared.
-- Work lists and offsets are read at fixed addresses. Every instance reads the same device workspace: a plan's copy and
+A graph is captured with one plan and replayed with others. These rules hold between them (read in
+flashinfer/prefill.py and include/flashinfer/attention/scheduler.cuh, version 0.6.13):
+- The number of rows of cu_seqlens is fixed, and no plan may have more tokens than the first. So `at` plans a full
+  capacity first. Every later plan then has the same offsets and grid, whatever the lengths; this is compared.
+- Work lists and offsets are read at fixed addresses. Every instance reads the same device workspace. A plan's copy and
   the kernels that read it are on one stream, so the next plan cannot overtake them.
-- The copy is from pinned memory that the next plan would overwrite while it may not have run. So each plan takes the
-  next of a ring of pinned buffers, and waits if that one's copy is still to come.
+- The copy is from pinned memory, which the next plan would overwrite although the copy may not have run. So each plan
+  takes the next buffer of a pinned ring, and waits if that buffer's copy is still to come.
 
-`fa2` splits keys in graphs always, into a workspace of float32 that grows with the capacity up to gigabytes. A capacity
-whose workspace would be above a limit stays eager: `at` gives the eager instance there, which refuses to be captured.
+In graphs `fa2` always splits keys, into a float32 workspace that grows with the capacity up to gigabytes. A capacity
+whose workspace would exceed a limit stays eager: `at` returns the eager instance, which refuses to be captured.
 
-Its modules are compiled at first use, with nvcc for minutes, unless they are there already (built ahead of time, or
-left by an earlier start): `is_built`.
+Its modules are compiled at first use, with nvcc for minutes, unless they were built ahead of time or by an earlier
+start (`is_built`).
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from worker.attention import AttentionUnavailable, HeadShape
+from worker.attention import Attention, AttentionUnavailable, HeadShape
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -39,35 +38,30 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from flashinfer.jit import JitSpec
 
-    from worker.batch.ragged import RaggedBatch
+    from worker.batch.ragged import Mask, RaggedBatch
 
 logger = logging.getLogger(__name__)
 
 Kernels = Literal["fa2", "fa3"]
 
-_REQUIREMENTS = "flashinfer-python==0.6.13 and apache-tvm-ffi"
-_HEAD_DIMS = {"fa2": (32, 64, 128, 256), "fa3": (64, 128, 256)}
+REQUIREMENTS = "flashinfer-python==0.6.13 and apache-tvm-ffi"
 
 _INTEGER_WORKSPACE_BYTES = 8 * 1024**2  # what FlashInfer takes; 32,768 tokens in 1,024 sequences need 0.7 MB
-_FLOAT_WORKSPACE_BYTES = {"fa2": 128 * 1024**2, "fa3": 1024}  # to begin with; fa3 does not use it
+_FLOAT_WORKSPACE_BYTES = {"fa2": 128 * 1024**2, "fa3": 1024}  # at first; fa3 does not use it
 _MAX_FLOAT_WORKSPACE_BYTES = 1024**3
-_RING_SIZE = 4  # plans whose copies may be under way; more than steps ever are
+_RING_SIZE = 4  # plans whose copies may be under way; more than the steps that may be
 
 
-class FlashInferAttention:
-    needs_max_seqlen = False
+class FlashInferAttention(Attention):
     prepares = True
 
     def __init__(self, shape: HeadShape, device: torch.device, kernels: Kernels) -> None:
-        """Load the kernels, or compile them first: one or two minutes.
+        """Load the kernels; compile them first, for one or two minutes, if they are not built.
 
         Raises:
-            AttentionUnavailable: package or compiler are missing, or there are no such kernels for this head shape.
+            AttentionUnavailable: the package does not load, or the kernels do not compile.
         """
-        self.name = f"flashinfer_{kernels}"
-        if reason := unavailable(shape, device, kernels):
-            raise AttentionUnavailable(f"attention {self.name}: {reason}")
-        prefill = _prefill(self.name)
+        prefill = _prefill()
         if not is_built(shape, kernels):
             logger.info(
                 "compiling FlashInfer's %s kernels for head_dim %d: one to two minutes", kernels, shape.head_dim
@@ -76,85 +70,49 @@ class FlashInferAttention:
                 _module_spec(prefill, shape, kernels).build(verbose=False)
             except (OSError, RuntimeError) as error:
                 raise AttentionUnavailable(
-                    f"attention {self.name}: its kernels do not compile, which takes ninja and CUDA's nvcc: {error}"
+                    f"its kernels do not compile, which takes ninja and CUDA's nvcc: {error}"
                 ) from error
         self._shape = shape
         self._workspace = _Workspace(prefill, device, kernels)
         self._planned = _Planned(self._workspace, shape, None)
 
-    def at(self, tokens: int, sequences: int) -> FlashInferAttention | _CapturedFlashInfer:
+    def at(self, tokens: int, sequences: int) -> Attention:
         num_bytes = self._workspace.float_bytes(self._shape, tokens, sequences)
         if num_bytes > _MAX_FLOAT_WORKSPACE_BYTES:
             return self
         self._workspace.reserve(num_bytes)
-        return _CapturedFlashInfer(self.name, _Planned(self._workspace, self._shape, (tokens, sequences)))
+        return _CapturedFlashInfer(_Planned(self._workspace, self._shape, (tokens, sequences)))
 
     def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
         self._planned.plan(cu_seqlens)
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: RaggedBatch,
-        *,
-        causal: bool,
-        window: int | None = None,
-        bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
-        assert window is None
-        assert bias is None
-        del batch  # `prepare` was told of it
+        assert mask.is_plain
+        del batch  # `prepare` has read its offsets
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a graph of this capacity would take {self.name} too much memory")
-        return self._planned.run(query, key, value, causal)
+        return self._planned.run(query, key, value, mask.causal)
 
 
-class _CapturedFlashInfer:
-    """The instance of one capacity: its plans keep to what a graph has frozen."""
+class _CapturedFlashInfer(Attention):
+    """The instance of one capacity: its plans keep the offsets and the grid that its graph was captured with."""
 
-    needs_max_seqlen = False
     prepares = True
 
-    def __init__(self, name: str, planned: _Planned) -> None:
-        self.name = name
+    def __init__(self, planned: _Planned) -> None:
         self._planned = planned
-
-    def at(self, tokens: int, sequences: int) -> _CapturedFlashInfer:
-        return self
 
     def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
         self._planned.plan(cu_seqlens)
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: RaggedBatch,
-        *,
-        causal: bool,
-        window: int | None = None,
-        bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
-        assert window is None
-        assert bias is None
+        assert mask.is_plain
         del batch
-        return self._planned.run(query, key, value, causal)
-
-
-def unavailable(shape: HeadShape, device: torch.device, kernels: Kernels) -> str | None:
-    """Why these kernels cannot serve a head shape here; None if they can, perhaps after being compiled."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return f"not installed: {_REQUIREMENTS}"
-    if shape.dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in bfloat16 or float16, not {shape.dtype}"
-    if shape.head_dim not in _HEAD_DIMS[kernels]:
-        return f"has no kernels for head_dim {shape.head_dim}, only {_HEAD_DIMS[kernels]}"
-    if kernels == "fa3" and torch.cuda.get_device_capability(device) != (9, 0):
-        return "is for Hopper GPUs"
-    return None
+        return self._planned.run(query, key, value, mask.causal)
 
 
 def is_built(shape: HeadShape, kernels: Kernels) -> bool:
@@ -163,18 +121,18 @@ def is_built(shape: HeadShape, kernels: Kernels) -> bool:
     Raises:
         AttentionUnavailable: the package does not load.
     """
-    return bool(_module_spec(_prefill(f"flashinfer_{kernels}"), shape, kernels).is_compiled)
+    return bool(_module_spec(_prefill(), shape, kernels).is_compiled)
 
 
-def _prefill(name: str) -> ModuleType:
+def _prefill() -> ModuleType:
     try:
         return importlib.import_module("flashinfer.prefill")
     except (ImportError, OSError, RuntimeError) as error:  # it looks for a compiler and writes a folder on import
-        raise AttentionUnavailable(f"attention {name}: {_REQUIREMENTS} do not load: {error}") from error
+        raise AttentionUnavailable(f"{REQUIREMENTS} do not load: {error}") from error
 
 
 def _module_spec(prefill: ModuleType, shape: HeadShape, kernels: Kernels) -> JitSpec:
-    """FlashInfer's description of the module that `plan` will load: no positions, no window, no cap on scores."""
+    """FlashInfer's description of the module that `plan` loads: no positions, no window, no cap on scores."""
     dtype, head_dim = shape.dtype, shape.head_dim
     return prefill.gen_batch_prefill_module(
         kernels, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
@@ -186,7 +144,7 @@ def _module_spec(prefill: ModuleType, shape: HeadShape, kernels: Kernels) -> Jit
 
 @dataclass(slots=True)
 class _Slot:
-    """Pinned memory of one plan, free again once `copied` has happened."""
+    """Pinned memory of one plan, free again after the event `copied`."""
 
     integers: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -194,14 +152,14 @@ class _Slot:
 
 
 class _Workspace:
-    """What the instances of one model share."""
+    """The buffers that the instances of one model share."""
 
     def __init__(self, prefill: ModuleType, device: torch.device, kernels: Kernels) -> None:
         self.prefill = prefill
         self.kernels = kernels
         self.integers = torch.zeros(_INTEGER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.floats = torch.empty(_FLOAT_WORKSPACE_BYTES[kernels], dtype=torch.uint8, device=device)
-        # Zeros, for a plan leaves its unused entries as they are and copies them too.
+        # Zeros, since a plan copies its unused entries too.
         self._ring = [
             _Slot(
                 torch.zeros(_INTEGER_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True),
@@ -224,7 +182,7 @@ class _Workspace:
         return slot, offsets
 
     def float_bytes(self, shape: HeadShape, tokens: int, sequences: int) -> int:
-        """What `PrefillPlan` of scheduler.cuh takes in a graph: float32 partial results and their sums."""
+        """The bytes that scheduler.cuh's `PrefillPlan` takes in a graph: float32 partial results and their sums."""
         if self.kernels == "fa3":
             return 0
         group = shape.num_heads // shape.num_kv_heads
@@ -236,13 +194,13 @@ class _Workspace:
         return 4 * shape.num_heads * num_tiles * tile_rows * (shape.head_dim + 1) + 32
 
     def reserve(self, num_bytes: int) -> None:
-        """Let later instances have so much; earlier ones keep the memory that their graphs know."""
+        """Let later instances have `num_bytes`. Earlier ones keep the memory that their graphs know."""
         if num_bytes > len(self.floats):
             self.floats = torch.empty(num_bytes, dtype=torch.uint8, device=self.floats.device)
 
 
 class _Planned:
-    """A wrapper of FlashInfer's with its current plan: of one capacity, or of any batch where that is None."""
+    """A FlashInfer wrapper with its current plan: for one capacity, or for any batch if that is None."""
 
     def __init__(self, workspace: _Workspace, shape: HeadShape, capacity: tuple[int, int] | None) -> None:
         self._workspace = workspace
@@ -268,7 +226,7 @@ class _Planned:
             self.plan(full)
             self._frozen = list(self._wrapper._plan_info)
 
-    @torch.inference_mode()  # the buffers may have been made in it, and then are writable in it alone
+    @torch.inference_mode()  # buffers that were made in this mode are writable in it alone
     def plan(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
         shape = self._shape
         slot, offsets = self._workspace.take(cu_seqlens)
@@ -288,6 +246,6 @@ class _Planned:
 
     def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
         assert causal == self._shape.causal, "the plan is for the other mask"
-        # Without early launch of its kernels: our own rely on every program having waited (kernels/launch.py).
+        # Its kernels are not launched early: our own rely on every program having waited (kernels/launch.py).
         output: torch.Tensor = self._wrapper.run(query, key, value, enable_pdl=False)
         return output

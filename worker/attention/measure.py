@@ -1,9 +1,10 @@
 """How fast an attention backend is in one class of batches, and how right.
 
-A class is the most that its batches hold: tokens, rows of cu_seqlens, the longest sequence. A backend is timed at its
-real job, a replayed graph of a capacity that the engine would use (launches where there is no graph), on a batch that
-is typical of the class, and compared with the formula in float32 on some of its sequences. Which classes are measured,
-and what follows from it, is `select`'s.
+A class is given by the most that its batches hold: tokens, rows of cu_seqlens, the longest sequence. A backend is timed
+on a batch that is typical of the class, at its real job: a replayed graph of a capacity that the engine would use, or
+plain launches if there is none. Its results for some of the sequences are compared with the formula in float32.
+
+`table` decides which classes are measured, `select` what follows from it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from common.wire.messages import Batch
 from common.wire.rows import FLOAT32
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention, attend
-from worker.batch.ragged import Capacity, HostArrays, RaggedBatch, worked_out
-from worker.engine.graphs import place
+from worker.batch.capacity import Capacity, HostArrays, choose_capacity, worked_out
+from worker.batch.ragged import Mask, RaggedBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -34,23 +35,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a class holds at most. The last of each also takes what is above.
+# The most that a class holds. The last size of each also takes everything above.
 TOKENS = (64, 512, 2048, 4096, 16384)
 SEQUENCES = (8, 32, 128, 512)
 LONGEST = (32, 128, 512, 2048, 8192, 32768)
 
-MAX_ERROR = 0.01  # of an output, relative to its size where that is above 1
+MAX_ERROR = 0.01  # of an output, relative to its size if that is above 1
 MIN_COSINE = 0.9999
-_SHORT_STEP_TOKENS = 4096  # up to here the device may wait for the host
+_SHORT_STEP_TOKENS = 4096  # up to this size the device may wait for the host
 
-_NUM_CHECKED = 8  # sequences of each class
-_NUM_CHECKED_TOKENS = 32  # of a sequence
-_MAX_MASKED = 2048  # tokens of a sequence that the formula is computed for with a mask: a square of so many numbers
+_NUM_CHECKED = 8  # sequences of a class that are compared with the formula
+_NUM_CHECKED_TOKENS = 32  # of each such sequence
+_MAX_MASKED = 2048  # up to this length the formula takes a sequence at once, with a mask of length² numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A class of batches, by the most it holds."""
+    """A class of batches, by the most that they hold."""
 
     tokens: int
     sequences: int
@@ -63,11 +64,11 @@ class Measurement:
 
     us: float  # of one layer on the device
     prepare_us: float  # of one batch on the host
-    error: float  # the largest difference to the formula, relative to the output where that is above 1
+    error: float  # the largest difference to the formula, relative to the output if that is above 1
     cosine: float  # to the formula
 
     def cost_us(self, cell: Cell, num_layers: int) -> float:
-        """Of one layer: what a choice is made by."""
+        """The cost of one layer, which backends are compared by."""
         return self.us + (self.prepare_us / num_layers if cell.tokens <= _SHORT_STEP_TOKENS else 0.0)
 
     @property
@@ -76,7 +77,7 @@ class Measurement:
 
 
 class Measurer:
-    """Times backends on the current device. Inputs and the formula's results are made once for each class."""
+    """Times backends on the current device. Inputs and the formula's results are computed once for each class."""
 
     _NUM_CALLS = 4  # of a launch
     _NUM_LONG_CALLS = 2
@@ -101,7 +102,7 @@ class Measurer:
     def warm_up(self, backends: Mapping[str, Attention], cells: list[Cell]) -> None:
         """Make all inputs, and run each backend once in each class, so that it compiles what it needs.
 
-        No clock can be read beside a thread that imports: the two take turns of milliseconds.
+        Nothing is timed here: a thread that imports meanwhile takes the interpreter for milliseconds at a time.
         """
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             working = dict(backends)
@@ -110,8 +111,8 @@ class Measurer:
                 for name, backend in list(working.items()):
                     try:
                         backend.prepare(inputs.offsets)
-                        backend(inputs.query, inputs.key, inputs.value, inputs.batch, causal=self._shape.causal)
-                    except Exception:  # it will fail again when it is measured, which says so
+                        backend(inputs.query, inputs.key, inputs.value, inputs.batch, self._shape.mask)
+                    except Exception:  # it will fail again when it is measured, and that is logged
                         logger.debug("attention %s failed while warming up", name, exc_info=True)
                         del working[name]
             self._stream.synchronize()
@@ -121,7 +122,7 @@ class Measurer:
         if inputs is None:
             lengths = lengths_of(cell)
             assert lengths is not None, "only classes that have batches are measured"
-            capacity, replayed = place(int(lengths.sum()), len(lengths))
+            capacity, replayed = choose_capacity(int(lengths.sum()), len(lengths))
             tensors = self._qkv.get(capacity.tokens)
             if tensors is None:
                 tensors = self._qkv[capacity.tokens] = qkv(self._shape, capacity.tokens, self._device)
@@ -141,7 +142,7 @@ class Measurer:
             prepares_us.append((time.perf_counter_ns() - started_ns) / 1e3)
 
         def call() -> torch.Tensor:
-            return backend(inputs.query, inputs.key, inputs.value, batch, causal=self._shape.causal)
+            return backend(inputs.query, inputs.key, inputs.value, batch, self._shape.mask)
 
         error, cosine = compare(call().index_select(0, inputs.rows), inputs.expected)
         num_calls = self._NUM_CALLS if inputs.replayed else self._NUM_LONG_CALLS
@@ -154,7 +155,7 @@ class Measurer:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """All that graphs of them read; kept until the last is dropped."""
+    """All tensors that the graphs of one class read; kept as long as any of these graphs."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -175,7 +176,7 @@ def _formula(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some tokens of some sequences, the longest among them, and what the formula makes of these tokens."""
+    """Some tokens of some sequences, the longest among them, and the formula's results for them."""
     evenly = np.linspace(0, len(lengths) - 1, min(_NUM_CHECKED, len(lengths))).astype(int)
     tokens: list[int] = []
     expected: list[torch.Tensor] = []
@@ -185,20 +186,21 @@ def _formula(
         tokens += chosen
         keys = slice(start, stop)
         if not causal:
-            expected.append(attend(query[chosen], key[keys], value[keys], causal=False))
+            expected.append(attend(query[chosen], key[keys], value[keys], Mask(causal=False)))
         elif stop - start <= _MAX_MASKED:
-            expected.append(attend(query[keys], key[keys], value[keys], causal=True)[[t - start for t in chosen]])
-        else:  # token by token: each sees, without a mask, what is up to itself
+            rows = attend(query[keys], key[keys], value[keys], Mask(causal=True))
+            expected.append(rows[[t - start for t in chosen]])
+        else:  # token by token, each with the keys up to itself and no mask
             for t in chosen:
                 keys = slice(start, t + 1)
-                expected.append(attend(query[t : t + 1], key[keys], value[keys], causal=False))
+                expected.append(attend(query[t : t + 1], key[keys], value[keys], Mask(causal=False)))
     return torch.tensor(tokens, device=query.device), torch.cat(expected)
 
 
 class GraphPool:
     """Memory of graphs that are made and dropped one after the other, on the current stream.
 
-    torch gives a pool up with the last graph that uses it, so one is kept.
+    torch frees a pool with the last graph that uses it, so one graph is kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -209,9 +211,9 @@ class GraphPool:
         self._kept.capture_end()
 
     def repeated(self, call: Callable[[], object], num_calls: int) -> Callable[[], object]:
-        """What launches so many calls: a replay of a graph of them, or where they cannot be captured they themselves.
+        """A function that launches `num_calls` calls: the replay of a graph, or the calls if they cannot be captured.
 
-        One call has been made before, so that whatever it compiles is there.
+        One call must have been made before, so that everything is compiled.
         """
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
@@ -232,7 +234,7 @@ class GraphPool:
 
 
 def elapsed_ms(launch: Callable[[], object]) -> float:
-    """On the device, which is waited for."""
+    """The time that a launch takes on the device; waits for it."""
     started, stopped = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     started.record()
     launch()
@@ -246,10 +248,10 @@ def index_of(sizes: tuple[int, ...], value: int) -> int:
 
 
 def lengths_of(cell: Cell) -> npt.NDArray[np.int32] | None:
-    """Lengths of a batch that is typical of a class: as many tokens as it holds, half as many sequences, one of them
-    three quarters of the tokens or as long as the class has. None if no such batch exists.
+    """Lengths of a typical batch of a class; None if no batch falls into it. Seeded: the same lengths each time.
 
-    Seeded: the same lengths each time.
+    It has as many tokens as the class holds and half as many sequences. One sequence is as long as the class allows, up
+    to three quarters of the tokens.
     """
     shortest = 1 + LONGEST[index_of(LONGEST, cell.longest) - 1] if cell.longest > LONGEST[0] else 1
     fewest = 1 + SEQUENCES[index_of(SEQUENCES, cell.sequences) - 1] if cell.sequences > SEQUENCES[0] else 1
@@ -267,19 +269,19 @@ def lengths_of(cell: Cell) -> npt.NDArray[np.int32] | None:
         base, extra = divmod(rest, count - 1)
         lengths[1:] = base
         lengths[1 : 1 + extra] += 1
-        # Uneven: what one of a pair loses, the other gains.
+        # Uneven lengths: of each pair, one sequence loses what the other gains.
         generator = np.random.default_rng(0)
         for i in range(1, count - 1, 2):
             shift = int(generator.integers(0, min(lengths[i] - 1, longest - lengths[i + 1]) + 1))
             lengths[i] -= shift
             lengths[i + 1] += shift
-    return np.random.default_rng(0).permutation(lengths)  # in no order, as requests arrive
+    return np.random.default_rng(0).permutation(lengths)  # unsorted, as requests arrive
 
 
 def ragged(
     lengths: npt.NDArray[np.int32], capacity: Capacity, device: torch.device, attention: Attention
 ) -> tuple[RaggedBatch, npt.NDArray[np.int32]]:
-    """A batch of these lengths as a GPU gets it, and its cu_seqlens on the host. For measurements and tests."""
+    """A batch of these lengths, laid out for a GPU, and its cu_seqlens on the host. For measurements and tests."""
     ones = np.ones(len(lengths), dtype=np.int32)
     batch = Batch(
         epoch=0,
@@ -292,14 +294,14 @@ def ragged(
     )
     words = np.zeros(capacity.host_words, dtype=np.int32)
     offsets = HostArrays(capacity, words).fill(batch)
-    # As the engine bounds it, for backends whose launch depends on it.
+    # The bound that the engine gives to backends whose launch depends on it.
     bound = max(128, 1 << (int(lengths.max()) - 1).bit_length())
     block = torch.from_numpy(worked_out(words, capacity)).to(device)
     return capacity.views(block, attention, bound), offsets
 
 
 def qkv(shape: HeadShape, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random queries, keys and values as a model has them: views of one merged projection. Seeded."""
+    """Random queries, keys and values, seeded: views of one merged projection, as in a model."""
     generator = torch.Generator(device).manual_seed(0)
     heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
     merged = torch.randn(num_tokens, sum(heads), shape.head_dim, generator=generator, device=device)
@@ -308,7 +310,7 @@ def qkv(shape: HeadShape, num_tokens: int, device: torch.device) -> tuple[torch.
 
 
 def compare(output: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """The largest difference, relative to what is expected where that is above 1, and the cosine of all numbers."""
+    """The largest difference, relative to the expected number if that is above 1, and the cosine of all numbers."""
     output, expected = output.double(), expected.double()
     error = ((output - expected).abs() / expected.abs().clamp_min(1.0)).max()
     cosine = (output * expected).sum() / (output.norm() * expected.norm())

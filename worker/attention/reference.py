@@ -1,6 +1,6 @@
 """Attention as its formula says: one sequence at a time, in float32. Slow and obviously right.
 
-Rows of the scores are computed in blocks, so that a sequence of 32,768 tokens needs half a GiB at a time and not 68.
+Scores are computed in blocks of rows, so that a sequence of 32,768 tokens needs 0.5 GiB at a time and not 68.
 
 Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1; grouped heads: Ainslie et al., GQA (2023).
 """
@@ -12,54 +12,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from worker.attention import Attention
 
-    from worker.batch.ragged import RaggedBatch
+if TYPE_CHECKING:
+    from worker.batch.ragged import Mask, RaggedBatch
 
 _MAX_SCORES = 1 << 27  # at a time: 512 MiB of float32
 
 
-class ReferenceAttention:
-    name = "reference"
-    needs_max_seqlen = False
-    prepares = False
-
-    def at(self, tokens: int, sequences: int) -> ReferenceAttention:
-        return self
-
-    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
-        pass
-
+class ReferenceAttention(Attention):
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: RaggedBatch,
-        *,
-        causal: bool,
-        window: int | None = None,
-        bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for start, stop in pairwise(batch.cu_seqlens.tolist()):
             if start < stop:
                 rows = slice(start, stop)
-                output[rows] = attend(query[rows], key[rows], value[rows], causal=causal, window=window, bias=bias)
+                output[rows] = attend(query[rows], key[rows], value[rows], mask)
         return output
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> torch.Tensor:
     """One sequence: [length, heads, head_dim] and twice [length, kv heads, head_dim] → float32 as the query."""
     length, num_heads, head_dim = query.shape
     group = num_heads // key.shape[1]
@@ -72,11 +45,12 @@ def attend(
         scores = q[:, rows] @ k.transpose(1, 2) * head_dim**-0.5  # [heads, rows, length]
         positions = torch.arange(length, device=query.device)
         distances = positions - positions[rows, None]  # [rows, length]
-        if bias is not None:
-            scores += bias[:, distances.clamp(-(bias.shape[1] // 2), bias.shape[1] // 2) + bias.shape[1] // 2]
-        if causal:
+        if mask.bias is not None:
+            reach = mask.bias.shape[1] // 2
+            scores += mask.bias[:, distances.clamp(-reach, reach) + reach]
+        if mask.causal:
             scores = scores.masked_fill(distances > 0, float("-inf"))
-        if window is not None:
-            scores = scores.masked_fill(distances.abs() > window, float("-inf"))
+        if mask.window is not None:
+            scores = scores.masked_fill(distances.abs() > mask.window, float("-inf"))
         output[rows] = (torch.softmax(scores, dim=-1) @ v).transpose(0, 1)
     return output

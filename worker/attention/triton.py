@@ -1,25 +1,26 @@
 """Attention for many short sequences, and right for any: tiles of consecutive tokens instead of sequences.
 
-Kernels made for long sequences give every sequence tiles of its own, so a query of 20 tokens pays for 64 or 128, and
-the launch depends on the number and lengths of sequences: a plan, or an axis padded to a capacity. Here a tile is a
-fixed number of consecutive tokens of the packed batch, whatever sequences they belong to. It goes over the keys from
-the start of its first token's sequence to the stop of its last token's, and each row takes those of its own sequence.
-The launch depends on the number of tokens alone: no plan, no longest length, nothing that a graph would have to know.
+Kernels for long sequences give each sequence tiles of its own. So a query of 20 tokens pays for 64 or 128, and the
+launch depends on the number and lengths of sequences: it needs a plan, or an axis padded to a capacity. Here a tile is
+a fixed number of consecutive tokens of the packed batch, whatever sequences they belong to. It goes over the keys from
+the start of its first token's sequence to the end of its last token's, and each row takes the keys of its own sequence.
+The launch depends on the number of tokens alone: a graph needs neither a plan nor the longest length.
 
 The query heads that share a key head are rows of one tile, so its keys and values are read once for all of them.
 
-A window makes a row's range of keys shorter, and with it a tile's: what no row of a tile sees is not visited, so a long
-sequence costs its length times the window. A bias is read from its table for every score. Which window is an argument;
-that there is one, or a bias, is a constant, and without them the kernel is what it would be if it knew of neither.
+A window shortens a row's range of keys, and with it a tile's. Keys that no row of a tile sees are not visited, so a
+long sequence costs its length times the window. A bias is read from its table for every score. The size of the window
+is an argument. Whether there is a window or a bias is a constant, so a kernel without them contains no code for them.
 
-A value that is not finite must spoil its own sequence only, but 0 · NaN is NaN. So a tile of several sequences looks at
-its result, and where that is not finite it is computed again with such values taken out and their sequences marked.
-Rejected: cleaning all values on their way, which would take them through registers; and a second loop, without masks,
-for keys that all rows of a tile see: the compiler ran out of registers where a branch in the one loop needs none more.
+A value that is not finite must spoil its own sequence only, but 0 · NaN is NaN. So a tile of several sequences checks
+its result. If that is not finite, it is computed again with such values taken out and their sequences marked. Rejected:
+cleaning all values when they are loaded, which would take them through registers. Rejected: a second loop without masks
+for keys that all rows of a tile see, since the compiler ran out of registers; a branch in the one loop needs no more.
 
-Rejected too: norm and rotation of queries and keys on their way in, one kernel less but the same keys again in each
-tile that reads them. On an H200 on 2026-11-29 it took 4.35 µs against 5.39 of two kernels for one text of 20 tokens,
-5.2 against 6.8 for 25 of 20 and 8.1 against 7.7 for 4 of 128; above 256 tokens a fused projection does that already.
+Rejected too: norm and rotation of queries and keys when they are loaded. It saves a kernel, but repeats the work for
+the same keys in each tile that reads them. On an H200 on 2026-11-29 it took 4.35 µs against 5.39 of two kernels for one
+text of 20 tokens, 5.2 against 6.8 for 25 of 20 and 8.1 against 7.7 for 4 of 128; above 256 tokens a fused projection
+does that already.
 
 In float32 products are exact instead of rounded to the tensor cores' TF32: slow, and for comparing.
 
@@ -39,13 +40,11 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.attention import Attention
 from worker.kernels.launch import launch, pdl_options
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from worker.batch.ragged import RaggedBatch
+    from worker.batch.ragged import Mask, RaggedBatch
 
 # The tensor cores' smallest tile has 16 rows and 16 columns.
 _LEAST_TILE = 16
@@ -63,34 +62,16 @@ class Config:
     skip_masks: bool  # where all rows see all keys of a block: a branch for every block, faster for long sequences
 
 
-class TritonAttention:
+class TritonAttention(Attention):
     """Every sequence at once; for bf16, fp16 and float32 on a GPU."""
 
-    name = "triton"
-    needs_max_seqlen = False
-    prepares = False
-
-    def at(self, tokens: int, sequences: int) -> TritonAttention:
-        return self
-
-    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
-        pass
-
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: RaggedBatch,
-        *,
-        causal: bool,
-        window: int | None = None,
-        bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = query.shape
         num_rows = batch.cu_seqlens.shape[0] - 1
         config = _choose(num_tokens, num_rows, num_heads // key.shape[1], head_dim, query.dtype)
-        return _attend(query, key, value, batch.token_starts, batch.token_stops, causal, config, window, bias)
+        return _attend(query, key, value, batch.token_starts, batch.token_stops, mask, config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +118,10 @@ _LONG = 32  # tokens to a row of cu_seqlens, from which on a batch is taken to b
 
 
 def _choose(num_tokens: int, num_rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Config:
-    """By what all batches of a graph have in common: the numbers of tokens and of rows of cu_seqlens.
+    """The choice depends on what all batches of a graph share: the numbers of tokens and of rows of cu_seqlens.
 
-    Lengths are not among it. But a batch is given few more rows than it needs (`place` in worker/engine/graphs.py), so
-    tokens to a row are nearly a lower bound of the mean length: 25 × 20 tokens come in 32 rows, 4 × 128 in 8.
+    Lengths are not shared. But a batch has few more rows than it needs (`choose_capacity`), so tokens for each row are
+    nearly a lower bound of the mean length: 25 × 20 tokens come in 32 rows, 4 × 128 in 8.
     """
     if dtype == torch.float32:  # no tensor cores: what a thread multiplies, it holds in registers
         return _folded(Config(16, 32, 1, 4 if head_dim <= 64 else 8, 1, skip_masks=False), group)
@@ -159,13 +140,13 @@ def _choose(num_tokens: int, num_rows: int, group: int, head_dim: int, dtype: to
 
 
 def _folded(config: Config, group: int) -> Config:
-    """As many rows in a tile, of as many heads of a group as leave at least 8 tokens to a tile."""
+    """The same number of rows in a tile, from as many heads of a group as leave at least 8 tokens to a tile."""
     heads = min(triton.next_power_of_2(group), config.block_m // 8)
     return replace(config, block_m=config.block_m // heads, heads=heads)
 
 
 def _candidates(group: int) -> list[Config]:
-    """What is worth measuring for a group of query heads. Some may not fit into the shared memory."""
+    """The configurations worth measuring for a group of query heads. Some may not fit into the shared memory."""
     heads = triton.next_power_of_2(group)
     shapes = [(16, 32, 1), (32, 32, 2), (32, 32, 4), (64, 32, 4), (64, 64, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8)]
     shapes += [(128, 128, 8), (256, 64, 8)]  # rows, keys, warps
@@ -184,20 +165,19 @@ def _attend(
     value: torch.Tensor,
     token_starts: torch.Tensor,
     token_stops: torch.Tensor,
-    causal: bool,
+    mask: Mask,
     config: Config,
-    window: int | None = None,
-    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of every token over its own sequence.
 
     Args:
         query: [tokens, heads, head_dim], key, value: [tokens, key heads, head_dim]; head_dim contiguous.
         token_starts, token_stops: int32 [tokens], the first token of each token's sequence, and one past its last.
-        window, bias: as of `Attention`; the bias contiguous.
+        mask: its bias is contiguous.
 
     Returns [tokens, heads, head_dim], contiguous.
     """
+    window, bias = mask.window, mask.bias
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -228,7 +208,7 @@ def _attend(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         HEADS=config.heads,
-        CAUSAL=causal,
+        CAUSAL=mask.causal,
         SKIP_MASKS=config.skip_masks,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # of products of float32, and of no other
         num_warps=config.num_warps,

@@ -1,8 +1,8 @@
 """A result that is not there yet.
 
-`step` launches work and returns at once; whoever needs the rows waits for them, on another thread if it likes. The
-wait is on an event of the device with the thread asleep, so that the interpreter is free for the next step.
-On a CPU the result is there from the start.
+`step` launches work and returns at once. The caller waits for the rows when it needs them, on another thread if it
+likes. The thread sleeps on an event of the device, so the interpreter is free for the next step. On a CPU the result
+is there from the start.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+# Bytes before each row: its flag, then zeros. With the flags in the same buffer, a step copies back one range with one
+# launch on the host's critical path. Four bytes keep the float32 numbers behind the flag aligned.
+FLAG_BYTES = 4
+
+
 class DeviceLost(Exception):
-    """The device answers nothing but errors; only a new process can use it again."""
+    """The device returns nothing but errors. Only a new process can use it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +30,20 @@ class Rows:
     """A batch's result on the host, in the batch's order."""
 
     rows: npt.NDArray[np.uint8]  # [sequences, bytes of the widest row]
-    finite: npt.NDArray[np.uint8]  # [sequences] 0 where there is no answer
-    pieces: tuple[int, ...] = ()  # tokens of each that it ran in, where there was no memory for the batch at once
+    finite: npt.NDArray[np.uint8]  # [sequences] 0: the row is not finite, and no answer
+    pieces: tuple[int, ...] = ()  # tokens of each piece, if there was no memory to run the batch at once
 
 
 @dataclass(slots=True)
 class Progress:
-    """When a step that is followed got how far, on time.monotonic_ns()'s clock; 0 where nobody knows."""
+    """When the parts of a traced step ended, on time.monotonic_ns()'s clock; 0: not known."""
 
-    staged_ns: int = 0  # its inputs are where the device reads them
+    staged_ns: int = 0  # its inputs lie where the device reads them
     computed_ns: int = 0  # its rows are computed
 
 
 class LazyTensor:
-    """Rows on their way from the device. To be read by one thread."""
+    """Rows on their way from the device. One thread may read them."""
 
     def __init__(
         self,
@@ -48,9 +53,13 @@ class LazyTensor:
         *,
         is_typical: bool = True,
     ) -> None:
-        """`read` waits for the rows and gives them, and is called once; `is_ready` says whether it would not have to
-        wait long (None: it never has to); `progress`, of a step that is followed, is complete when the rows are;
-        `is_typical`: see Result."""
+        """
+        Args:
+            read: waits for the rows and returns them; called once.
+            is_ready: whether `read` would not wait long; None: it never waits.
+            progress: of a traced step; complete when the rows are there.
+            is_typical: see Result.
+        """
         self._read: Callable[[], Rows] | None = read
         self._is_ready = is_ready
         self._rows: Rows | None = None
@@ -62,10 +71,10 @@ class LazyTensor:
         return self._rows is not None or self._is_ready is None or self._is_ready()
 
     def numpy(self) -> Rows:
-        """Waits for the rows. They are the caller's: no later step changes them.
+        """Wait for the rows. They belong to the caller: no later step changes them.
 
         Raises:
-            RuntimeError: the device failed in a kernel that the step launched, now or when it was asked before.
+            RuntimeError: the device failed in a kernel that the step launched, in this call or in an earlier one.
         """
         if self._rows is None:
             if self._read is None:

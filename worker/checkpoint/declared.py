@@ -26,7 +26,7 @@ from typing import Literal, TypeAlias, cast
 
 from common.errors import EX_CONFIG
 from worker.checkpoint.architectures import check_architecture, check_own_code, is_pplx, makes_chunks, read_hidden_size
-from worker.checkpoint.files import JsonFile, ModelError, sha256_of
+from worker.checkpoint.files import MAX_POSITIONS, JsonFile, ModelError, sha256_of
 from worker.checkpoint.modules import (
     SCORING_CLASSES,
     SPARSE_CLASSES,
@@ -51,7 +51,6 @@ from worker.checkpoint.scoring import (
 )
 from worker.checkpoint.splade import MASKED_LANGUAGE_MODELS, Splade, check_masked, read_bare, read_splade
 from worker.checkpoint.tokenizer import TokenizerFile
-from worker.models.rope import MAX_POSITIONS
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
-"""Two calls of the CUDA driver without what torch does around them.
+"""Two calls of the CUDA driver without torch's own work around them.
 
-torch's `replay` gives up the interpreter's lock, which another thread then holds for as long as it likes, and so does
-what records an event. These calls are on every step's way. Here the lock is kept: each call queues work and returns,
-after a microsecond or, for a graph of 200 kernels, ten.
+Every step makes these calls. torch's `replay` releases the interpreter's lock, which another thread may then hold for
+long, and so does torch's way to record an event. Here the lock is kept: each call queues work and returns after a
+microsecond or, for a graph of 200 kernels, ten.
 
-And one that needs no torch: a device can be woken while torch is still being imported.
+A third function needs no torch at all: it wakes a device while torch is still being imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib.util
 from pathlib import Path
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-_TORCH_LIBRARY = "libtorch_cuda.so"  # of a torch that is not for CPUs alone
+_TORCH_LIBRARY = "libtorch_cuda.so"  # a torch for CPUs alone lacks it
 
 
 class Driver:
@@ -41,24 +41,24 @@ class Driver:
             raise self._error(error)
 
     def record(self, event: int, stream: int) -> None:
-        """Have an event happen once all that the stream holds now has ended. Raises as `launch_graph`."""
+        """Record an event, which happens when all work on the stream so far has ended. Raises as `launch_graph`."""
         if error := self._record(event, stream):
             raise self._error(error)
 
     def _error(self, code: int) -> RuntimeError:
         name = ctypes.c_char_p()
         self._error_name(code, ctypes.byref(name))
-        import torch  # by now it is there
+        import torch  # it has been imported by now
 
         message = f"CUDA error {code}: {(name.value or b'unknown').decode()}"
         return torch.OutOfMemoryError(message) if code == _OUT_OF_MEMORY else RuntimeError(message)
 
 
 def wake(slot: int) -> None:
-    """Have the driver begin with the device that a worker of this slot will use, where torch can use one.
+    """Let the driver initialise the device that a worker of this slot will use, if torch can use one.
 
-    It takes up to a second, in which the caller's thread holds no lock. torch takes over what this has made (a device's
-    primary context), or says itself what is wrong.
+    It takes up to a second, in which the caller's thread holds no lock. torch takes over the device's primary context
+    that this makes, or reports itself what is wrong.
     """
     found = importlib.util.find_spec("torch")
     if (

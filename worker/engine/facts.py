@@ -1,6 +1,6 @@
-"""What others are told of a model, and whether its tokenizer can do what it is told to be for.
+"""What the other processes learn about a model, and whether its tokenizer fits.
 
-A gateway tokenizes by these facts. What it would find wrong with them is found here, before a worker says Hello.
+A gateway tokenizes by these facts. An error that it would find in them is found here, before a worker says Hello.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def length_limit(checkpoint: Checkpoint, model: Model) -> int:
     """The most tokens of a text: as declared, but never more than the model has positions for."""
-    return min(checkpoint.length_limit or model.max_positions, model.max_positions)
+    return min(checkpoint.length_limit or model.shape.max_positions, model.shape.max_positions)
 
 
 def describe(
@@ -36,7 +36,7 @@ def describe(
     pooling: str = "",
     max_batch_tokens: int = 0,
 ) -> ModelFacts:
-    """The facts of a model; without a running engine, which has the optional ones, those that its folder tells."""
+    """The facts of a model. The optional ones are known to a running engine alone."""
     scoring = checkpoint.scoring
     return ModelFacts(
         name=name,
@@ -49,7 +49,7 @@ def describe(
         attention=attention,
         dimensions=checkpoint.dimensions,
         max_tokens=length_limit(checkpoint, model),
-        vocab_size=model.vocab_size,
+        vocab_size=model.shape.vocab_size,
         max_batch_tokens=max_batch_tokens,
         pooling=pooling,
         normalize=checkpoint.normalize,
@@ -65,7 +65,7 @@ def describe(
         instruction=None if scoring is None else scoring.instruction,
         separator_id=checkpoint.separator_id,
         include_prompt=checkpoint.include_prompt,
-        has_token_types=model.has_token_types and (scoring is None or scoring.has_token_types),
+        has_token_types=model.shape.has_token_types and (scoring is None or scoring.has_token_types),
     )
 
 

@@ -1,20 +1,20 @@
 """Whole forward passes as CUDA graphs, captured when they turn out to be needed.
 
-Launching a model's kernels one by one costs the host ten times what a small step costs the device. A graph replays
-all of them at once, for one capacity (`ragged.Capacity`) and attention backend: its key. Nothing about lengths is in
-it, so a few dozen keys serve any mix of requests.
+Launching a model's kernels one by one costs the host ten times what a small step costs the device. A graph replays all
+of them at once, for one key: a capacity (`worker.batch.capacity`) and an attention backend. Lengths are not part of it,
+so a few dozen keys serve any mix of requests.
 
-The first use of a key runs eagerly, which also compiles what it needs, so a batch that nobody asks for again costs no
-more than that. From the second use on a capture is wanted: it is made when no batch has come for a moment, or on a
-batch's way if captures have taken less than a twentieth of the time lately (it delays that batch, once, by some 20 ms).
-From then on the key is replayed. A key whose capture fails stays eager, and is reported.
+The first use of a key runs eagerly, which also compiles what it needs. So a batch that never comes again costs no more
+than that. From the second use on a capture is wanted. It is made when no batch has come for a moment, or in a step if
+captures have taken less than a twentieth of the time lately (it delays that step, once, by some 20 ms). After that the
+key is replayed. A key whose capture fails stays eager, and is reported.
 
-All graphs share one pool of memory: they run one after the other on one stream, and what a graph has made it puts away
-itself before the next one runs. torch gives a pool back only as a whole. So where graphs take more
-than they may, all are dropped, and the more recently used half of them is wanted again. This module knows no model.
+All graphs share one pool of memory. They run one after the other on one stream, and each graph has saved its results
+before the next one runs. torch frees a pool only as a whole. So when graphs take more than they may, all are dropped,
+and the more recently used half of them is wanted again. This module knows no model.
 
-While a capture runs, to wait for the device as a whole is an error, on any thread, and spoils the capture. So who has
-to on another thread does it by `synchronize`.
+While a capture runs, waiting for the device as a whole is an error on any thread, and spoils the capture. Other threads
+wait through `synchronize`.
 
 Rejected: `torch.cuda.graph`, which synchronises the device and empties the allocator's caches at each capture.
 """
@@ -26,7 +26,6 @@ import logging
 import os
 import threading
 import time
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,27 +34,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from worker.batch.ragged import MAX_DUMMY_LENGTH, Capacity
+from worker.batch.capacity import Capacity
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
     from worker.engine.driver import Driver
 
 logger = logging.getLogger(__name__)
-
-# Below about 200 tokens the weights are what takes the time, and padding is free. Above, it costs what it adds: a
-# quarter of a step at worst (1,025 tokens run as 1,280), 5 % in the mean. Even 8,192 tokens can take longer to
-# launch than to compute (18 ms on a slow host against 14 ms, 200 kernels, 2026-11-29), so graphs go up to twice
-# that; beyond, steps run eagerly, nearly unpadded.
-TOKEN_COUNTS = (
-    *range(64, 513, 64),
-    *range(640, 1025, 128),
-    *range(1280, 4097, 256),
-    *range(4608, 8193, 512),
-    *range(9216, 16385, 1024),
-)
-SEQUENCE_COUNTS = (8, 32, 128, 512, 2048)
-_EAGER_TOKEN_STEP = 64  # for the matrix products' sake
 
 _CAPTURE_SHARE = 0.05  # of the time, while batches wait
 _MAX_HOT_KEYS = 256
@@ -68,44 +53,6 @@ class Key(NamedTuple):
 
 
 Forward = Callable[[Key], None]
-
-
-def place(num_tokens: int, num_sequences: int, num_spans: int = 0, *, types: bool = False) -> tuple[Capacity, bool]:
-    """The smallest capacity that takes a batch and its dummies, and whether it is worth a graph."""
-    found = rung(num_tokens, num_sequences, num_spans)
-    if found is not None:
-        tokens, sequences = divmod(found // 2, len(SEQUENCE_COUNTS))
-        return Capacity(TOKEN_COUNTS[tokens], SEQUENCE_COUNTS[sequences], types, num_spans > 0), True
-    index = bisect_left(TOKEN_COUNTS, num_tokens)
-    many = -(-num_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP
-    tokens = TOKEN_COUNTS[index] if index < len(TOKEN_COUNTS) else many
-    return Capacity(
-        tokens, max(_with_dummies(num_tokens, num_sequences, tokens), num_spans), types, num_spans > 0
-    ), False
-
-
-def rung(num_tokens: int, num_sequences: int, num_spans: int) -> int | None:
-    """A number that tells the capacities that are worth a graph apart, None for others: on every step's way."""
-    index = bisect_left(TOKEN_COUNTS, num_tokens)
-    if index == len(TOKEN_COUNTS):
-        return None
-    needed = _with_dummies(num_tokens, num_sequences, TOKEN_COUNTS[index])
-    if needed < num_spans:
-        needed = num_spans
-    if needed > SEQUENCE_COUNTS[-1]:
-        return None
-    return (index * len(SEQUENCE_COUNTS) + bisect_left(SEQUENCE_COUNTS, needed)) * 2 + (num_spans > 0)
-
-
-def _with_dummies(num_tokens: int, num_sequences: int, tokens: int) -> int:
-    """The sequences of a batch that is padded to so many tokens."""
-    return num_sequences - (num_tokens - tokens) // MAX_DUMMY_LENGTH
-
-
-def largest_capacity(max_tokens: int) -> Capacity:
-    """One that has the words of every capacity that `place` can answer for up to so many tokens."""
-    tokens = max(-(-max_tokens // _EAGER_TOKEN_STEP) * _EAGER_TOKEN_STEP, TOKEN_COUNTS[-1])
-    return Capacity(tokens, tokens + 1, types=True, spans=True)
 
 
 @dataclass(slots=True)
@@ -156,7 +103,7 @@ class GraphRunner:
         self._wanted: OrderedDict[Key, None] = OrderedDict()  # in the order in which they are captured
         self._failed: dict[Key, str] = {}
         self._size_bytes = 0
-        self._lacking: int | None = None  # tokens of a key that there was no memory for: who knows how long
+        self._lacking: int | None = None  # tokens of the smallest key that lacked memory; nothing larger is expected
         self._next_capture_s = 0.0
         self._capturing = threading.Lock()
         self._hot: set[Key] = set()  # of the last run, and not used in this one yet
@@ -175,7 +122,7 @@ class GraphRunner:
         return True
 
     def expects(self, key: Key) -> bool:
-        """Whether a key that has no graph is to get one soon, with which it will take less time."""
+        """Whether a key without a graph will soon get one, and then take less time."""
         has_memory = self._lacking is None or key.capacity.tokens < self._lacking
         return self._lazy and has_memory and key not in self._failed
 
@@ -193,17 +140,17 @@ class GraphRunner:
         return False
 
     @property
-    def wants(self) -> bool:
-        """Whether `tend` has something to do."""
+    def has_idle_work(self) -> bool:
+        """Whether `idle_work` has something to do."""
         return bool(self._wanted)
 
-    def tend(self) -> None:
-        """Capture one key that is wanted, if there is one: to be called when there is nothing else to do."""
+    def idle_work(self) -> None:
+        """Capture one key that is wanted, if there is one: call it when there is nothing else to do."""
         if self._wanted:
             self.capture(next(iter(self._wanted)))
 
     def capture(self, key: Key) -> bool:
-        """Capture a key now, unless it is; whether it is then."""
+        """Capture a key now, unless it is captured; whether it is captured afterwards."""
         self._wanted.pop(key, None)
         if key in self._captured:
             return True
@@ -232,7 +179,7 @@ class GraphRunner:
         if self._lacking is not None and key.capacity.tokens >= self._lacking:
             self._lacking = None
         if key in self._hot:
-            self._captured.move_to_end(key, last=False)  # what this run has used is dearer
+            self._captured.move_to_end(key, last=False)  # keys that this run has used are kept longer
         self._size_bytes += captured.size_bytes
         self._metrics.graph_captures.labels("done").inc()
         self._metrics.graph_capture_seconds.observe(took_s)
@@ -244,7 +191,7 @@ class GraphRunner:
         return key in self._captured
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait for all that the device has been given, and for a capture to end before.
+        """Wait for a capture to end, then for all work on the device.
 
         Raises:
             RuntimeError: the device has failed.
@@ -253,7 +200,7 @@ class GraphRunner:
             torch.cuda.synchronize(device)
 
     def release(self) -> None:
-        """Give all graphs up, and their memory back."""
+        """Drop all graphs, and give their memory back."""
         # The last replay may still run; memory that a graph uses is not to be freed under it.
         torch.cuda.synchronize()
         for captured in self._captured.values():
@@ -308,7 +255,7 @@ class GraphRunner:
         logger.warning("%s stays without a graph: %s", _text(key), why)
 
     def _forget_empty_pool(self) -> None:
-        """torch gives a pool up with the last graph that uses it."""
+        """torch frees a pool with the last graph that uses it."""
         if not self._captured:
             self._pool = None
 
@@ -330,7 +277,7 @@ class GraphRunner:
             return []
 
     def _write_hot_keys(self) -> None:
-        """Only a hint for the next start: the most recently used first, written whenever one is added."""
+        """A hint for the next start: the most recently used key first, written whenever a key is added."""
         still_hot = [key for key in self._wanted if key in self._hot]
         text = json.dumps([*reversed(self._captured), *still_hot][:_MAX_HOT_KEYS])
         temporary = self._hot_keys.with_suffix(f".{os.getpid()}.tmp")

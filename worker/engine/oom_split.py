@@ -1,9 +1,9 @@
-"""What is done where the device has no memory for a batch: it runs in halves, and whoever sent it is told.
+"""What happens when the device has no memory for a batch: it runs in halves, and the scheduler is told.
 
-Halves of halves, as far down as it takes: which sequence needs most is not known before. A sequence that does not fit
-alone is named, so that its neighbours are not blamed; they run again with another batch. The tokens of the pieces that
-did fit travel with the rows: the scheduler forms smaller batches for a while, since finding out costs a step that fails
-and all that was kept for speed.
+Halves are halved again as often as it takes, since nothing tells which sequence needs most. A sequence that does not
+fit alone is named, so that its neighbours are not blamed; they run again in another batch. The token counts of the
+pieces that fitted travel with the rows. The scheduler then forms smaller batches for a while: a step that fails costs
+its time, and all the memory that was kept for speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SequenceTooLarge(Exception):
 
     def __init__(self, sequence: int, num_tokens: int) -> None:
         super().__init__(f"no memory for a sequence of {num_tokens} tokens alone")
-        self.sequence = sequence  # its place in the batch
+        self.sequence = sequence  # its index in the batch
         self.num_tokens = num_tokens
 
 
@@ -29,13 +29,13 @@ def run_in_pieces(batch: Batch, attempt: Callable[[Batch], LazyTensor | None]) -
     """The rows of a batch that did not fit at once.
 
     Args:
-        attempt: runs a batch; None, and what can be spared is given up, where there was no memory for it.
+        attempt: runs a batch; returns None, after freeing what can be spared, if there was no memory for it.
 
     Raises:
-        SequenceTooLarge: one does not fit alone. Of the others some may have run.
+        SequenceTooLarge: a sequence does not fit alone. Some of the others may have run.
     """
     if len(batch.lengths) == 1:
-        lazy = attempt(batch)  # once more, now that memory was given up for it
+        lazy = attempt(batch)  # once more, now that memory has been freed for it
         if lazy is None:
             raise SequenceTooLarge(0, len(batch.token_ids))
         return lazy.numpy()
@@ -72,7 +72,7 @@ def part_of(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def _middle(batch: Batch) -> int:
-    """Of how many sequences the first piece is, so that both hold about half of the tokens, and neither none."""
+    """The number of sequences in the first piece: both pieces have some, and about half of the tokens."""
     ends = np.cumsum(batch.lengths)
     return int(np.abs(ends[:-1] - ends[-1] / 2).argmin()) + 1
 

@@ -1,10 +1,10 @@
-"""Kernels compiled side by side at the very start, before one after the other is needed.
+"""Kernels compiled side by side at the very start, before they are needed one after the other.
 
-Triton takes a second or so to compile a kernel and a model needs some thirty: one after the other they are most of a
-first start. So steps of every kind that picks other kernels run here on a thread of their own that has its launches
-compiled instead (`worker.kernels.launch`), as many at a time as there are processors, while the weights are being read.
-Nearly all of the compiling is done without the interpreter's lock. What else such a step computes is thrown away. Later
-starts find the kernels in Triton's cache, and are through with this before the weights are there.
+Triton takes about a second to compile a kernel, and a model needs some thirty. One after the other they would be most
+of a first start. So steps of every kind that selects other kernels run here, on a thread of their own, while the
+weights are read. Their launches are compiled instead of run (`worker.kernels.launch`), as many at a time as there are
+processors. Nearly all of the compiling is done without the interpreter's lock. Other results of such a step are thrown
+away. Later starts find the kernels in Triton's cache, and finish here before the weights are read.
 
 Rejected: launching such steps from several threads, which meet at the same kernels and wait for each other.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from worker.batch.ragged import Capacity, HostArrays, worked_out
+from worker.batch.capacity import Capacity, HostArrays, worked_out
 
 if TYPE_CHECKING:
     from worker.models.interface import Model
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens and rows: one of each kind that `worker.kernels.linear` and `worker.attention.triton` tell apart. The largest
-# first, whose kernels take longest to compile.
+# Tokens and rows: one step of each kind that `worker.kernels.linear` and `worker.attention.triton` distinguish. The
+# largest come first, since their kernels take longest to compile.
 _STEPS = ((4096, 512), (4096, 8), (2048, 8), (1024, 8), (512, 32), (256, 8), (128, 8), (64, 8))
 
-_load = attrgetter("run")  # of a compiled kernel: being asked for, it makes its launcher and loads the binary
+_load = attrgetter("run")  # reading it makes a compiled kernel's launcher and loads the binary
 
 
 class Precompilation:
-    """Runs beside whatever comes next. To be waited for before a step runs or anything is timed."""
+    """Runs beside the rest of the start. Wait for it before a step runs or anything is timed."""
 
     def __init__(self, device: torch.device) -> None:
-        """Opens the compiler meanwhile. `device` is the current one."""
+        """Begins to open the compiler. `device` is the current one."""
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._num_threads = torch.get_num_threads()  # its part of the processors
+        self._num_threads = torch.get_num_threads()  # this worker's part of the processors
         self._thread = ThreadPoolExecutor(1, "precompile")  # both parts, one after the other
         self._parts = [self._thread.submit(self._open)]
 
     def start(self, model: Model, output: Output) -> None:
-        """Parameters may be filled meanwhile: any number will do."""
+        """Begin to compile. Parameters may be filled meanwhile, since their numbers do not matter."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._parts.append(self._thread.submit(self._run, model, output))
 
     def wait(self) -> None:
         for part in self._parts:
             if error := part.exception():
-                # Whatever it is, the same step will say it again where it matters.
+                # The same step will fail again when it matters, and say so.
                 logger.debug("kernels could not be compiled ahead", exc_info=error)
         self._thread.shutdown()
         self._stream.synchronize()
@@ -81,7 +81,7 @@ class Precompilation:
             compiling(compilers),
         ):
             for tokens, rows in _STEPS:
-                capacity = Capacity(tokens, rows, types=model.has_token_types)
+                capacity = Capacity(tokens, rows, types=model.shape.has_token_types)
                 words = np.zeros(capacity.host_words, dtype=np.int32)
                 HostArrays(capacity, words).fill(None)
                 block = torch.from_numpy(worked_out(words, capacity)).to(self._device)

@@ -19,13 +19,21 @@ from common.wire.rows import SPARSE, row_bytes
 from worker.attention import HeadShape
 from worker.attention.reference import ReferenceAttention
 from worker.attention.select import select
-from worker.batch.lazy import LazyTensor, Progress, Rows
-from worker.batch.ragged import Capacity, HostArrays, RaggedBatch, load_sorted
+from worker.batch.capacity import (
+    SEQUENCE_COUNTS,
+    TOKEN_COUNTS,
+    Capacity,
+    HostArrays,
+    bucket_index,
+    choose_capacity,
+    largest_capacity,
+)
+from worker.batch.lazy import FLAG_BYTES, LazyTensor, Progress, Rows
+from worker.batch.ragged import RaggedBatch, load_sorted
 from worker.engine.driver import Driver
-from worker.engine.graphs import SEQUENCE_COUNTS, TOKEN_COUNTS, GraphRunner, Key, largest_capacity, place, rung
+from worker.engine.graphs import GraphRunner, Key
 from worker.engine.staging import Staging
 from worker.models.output import Output
-from worker.models.pooling import FLAG_BYTES
 from worker.models.sparse import compress
 
 if TYPE_CHECKING:
@@ -38,48 +46,53 @@ if TYPE_CHECKING:
     from worker.models.interface import Model
 
 
-# How a step runs: as it comes, or for certain in one of the two ways.
+# How a step runs: as the graphs decide, or eagerly or by a graph for certain.
 Way = Literal["served", "eager", "graph"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What batches of one kind run by."""
+    """How batches of one kind run."""
 
     key: Key
-    attention: Attention  # the instance of the key, or the backend itself where there is no graph
-    places: list[HostArrays]
-    worth: bool  # a graph
+    attention: Attention  # the instance of the key, or the backend itself if there is no graph
+    host_views: list[HostArrays]  # where its inputs are written, one for each slot
+    use_graph: bool
 
 
 class Runner(Protocol):
+    @property
+    def attention(self) -> str:
+        """Which attention runs, for people."""
+
     def run(self, batch: Batch) -> LazyTensor:
         """Launch a checked batch."""
 
     def run_ready(self, batch: Batch) -> LazyTensor:
-        """As `run`, but first have all that makes the next run of such a batch fast: a measurement begins so."""
+        """As `run`, but first prepare what makes the next run of such a batch fast: measurements begin with it."""
 
     @property
-    def has_chores(self) -> bool:
-        """Whether `tend` has something to do."""
+    def has_idle_work(self) -> bool:
+        """Whether `idle_work` has something to do."""
 
-    def tend(self) -> None:
-        """Do a piece of work that nobody waits for, if there is any."""
+    def idle_work(self) -> None:
+        """Do a piece of work that no batch waits for, if there is any."""
 
     def release_memory(self) -> None:
-        """Give up what is kept for speed alone."""
+        """Free the memory that is kept for speed alone."""
 
     def synchronize(self) -> None:
-        """Wait for all that was launched; on any thread. Raises RuntimeError: the device has failed."""
+        """Wait for everything that was launched; on any thread. Raises RuntimeError: the device has failed."""
 
 
 class HostRunner:
-    """On a CPU: everything has happened when `run` returns."""
+    """On a CPU: the batch has run when `run` returns."""
 
     def __init__(self, model: Model, output: Output, attention: Attention) -> None:
         self._model = model
         self._output = output
         self._attention = attention
+        self._types = model.shape.has_token_types
 
     @classmethod
     def build(cls, model: Model, output: Output, config: WorkerConfig) -> HostRunner:
@@ -92,7 +105,7 @@ class HostRunner:
         return self._attention.name
 
     def run(self, batch: Batch) -> LazyTensor:
-        ragged, restore = load_sorted(batch, self._attention, types=self._model.has_token_types)
+        ragged, restore = load_sorted(batch, self._attention, types=self._types)
         progress = Progress(staged_ns=time.monotonic_ns()) if len(batch.times_ns) else None
         output = _launch(self._model, self._output, ragged).index_select(0, restore)
         if progress is not None:
@@ -106,10 +119,10 @@ class HostRunner:
         return self.run(batch)
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_work(self) -> bool:
         return False
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         pass
 
     def release_memory(self) -> None:
@@ -120,10 +133,10 @@ class HostRunner:
 
 
 class DeviceRunner:
-    """On a GPU: `run` returns once all is launched. One thread calls it, whose current stream it sets to its own.
+    """On a GPU: `run` returns once everything is launched. One thread calls it.
 
-    Its own, since a graph cannot be captured on the default stream; and each time that something is launched on the
-    current one (a graph is not), since another one may have been set.
+    It has a stream of its own, since a graph cannot be captured on the default stream. Before each launch on the
+    current stream it sets its own, since another one may be set by then. The launch of a graph names its stream.
     """
 
     def __init__(
@@ -139,7 +152,7 @@ class DeviceRunner:
         metrics: Metrics,
     ) -> None:
         """`largest_batch_tokens` bounds every batch that will come."""
-        # Another one for the same steps.
+        # Makes another runner for the same steps.
         self._again = partial(
             DeviceRunner,
             model,
@@ -152,7 +165,7 @@ class DeviceRunner:
         )
         self._model = model
         self._output = output
-        self._types = model.has_token_types
+        self._types = model.shape.has_token_types
         self._selection = selection
         self._replays, self._eager_runs, self._large_runs = (
             metrics.graph_runs.labels(kind) for kind in ("replay", "eager", "large")
@@ -164,8 +177,8 @@ class DeviceRunner:
         row_bytes = FLAG_BYTES + 4 * output.dimensions
         self._staging = Staging(largest_capacity(largest_batch_tokens), row_bytes, self._stream, driver)
         self._instances: dict[Key, Attention] = {}
-        self._plans: dict[tuple[int, int], _Plan] = {}  # by rung, and a bound of the longest sequence as a power of 2
-        self._places: dict[Capacity, list[HostArrays]] = {}  # of plans
+        self._plans: dict[tuple[int, int], _Plan] = {}  # by bucket, and a bound of the longest sequence as a power of 2
+        self._host_views: dict[Capacity, list[HostArrays]] = {}  # of plans
         self._has_graphs = config.graphs != "off"
         self.graphs = GraphRunner(
             self._forward,
@@ -193,10 +206,10 @@ class DeviceRunner:
         fingerprint: str,
         metrics: Metrics,
     ) -> DeviceRunner:
-        """With the attention that the configuration asks for.
+        """Build a runner with the attention that the configuration asks for.
 
         Raises:
-            ModelError: that attention is not there, or cannot do this model's heads.
+            ModelError: that attention is missing, or cannot compute this model's heads.
         """
         cache = Path(config.cache_dir)
         selection = select(
@@ -204,7 +217,7 @@ class DeviceRunner:
             head_shape(model),
             device,
             cache,
-            num_layers=model.num_layers,
+            num_layers=model.shape.num_layers,
             max_tokens=max_tokens,
         )
         return cls(
@@ -219,22 +232,22 @@ class DeviceRunner:
         )
 
     def with_output(self, output: Output) -> DeviceRunner:
-        """A runner of the same steps, from whose hidden states this output makes rows."""
+        """A runner of the same steps with another output."""
         return self._again(output)
 
     @property
     def attention(self) -> str:
-        """Which backends were chosen, and for what, for people."""
+        """Which backend runs what, for people."""
         return self._selection.describe()
 
     def backends(self) -> list[Attention]:
-        """All that may be used."""
+        """All backends that may run a batch."""
         return self._selection.backends()
 
     def capture_ladder(self, longest: int) -> int:
-        """Capture the capacities that steps of sequences of at least four tokens have, all of them; how many."""
+        """Capture all capacities that steps may have if sequences average four tokens or more; returns how many."""
         torch.cuda.set_stream(self._stream)
-        for tokens in reversed(TOKEN_COUNTS):  # the largest first: what it leaves in the pool serves the others
+        for tokens in reversed(TOKEN_COUNTS):  # the largest first: the others reuse its memory
             for sequences in SEQUENCE_COUNTS:
                 if sequences <= tokens // 4 and sequences * longest >= tokens:
                     length = min(longest, max(1, tokens // sequences))
@@ -244,7 +257,7 @@ class DeviceRunner:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """All ways in which steps may run here."""
+        """The ways in which steps may run."""
         return ("eager", "graph") if self._has_graphs else ("eager",)
 
     def run(self, batch: Batch) -> LazyTensor:
@@ -254,30 +267,30 @@ class DeviceRunner:
         return self.run_with(batch, None, self.ways[-1])
 
     def run_with(self, batch: Batch, backend: Attention | None, way: Way) -> LazyTensor:
-        """Launch a checked batch with this attention backend; None: the one that is chosen for its shape."""
+        """Launch a checked batch with an attention backend; None: the one for its shape."""
         num_tokens, num_sequences, num_spans = len(batch.token_ids), len(batch.lengths), len(batch.spans)
         longest = int(np.maximum.reduce(batch.lengths))
         # Classes of lengths end at powers of two, and so do the bounds that keys have.
         power = (longest - 1).bit_length()
-        number = rung(num_tokens, num_sequences, num_spans)
-        plan = self._plans.get((number, power)) if backend is None and number is not None else None
+        bucket = bucket_index(num_tokens, num_sequences, num_spans)
+        plan = self._plans.get((bucket, power)) if backend is None and bucket is not None else None
         if plan is None:
             torch.cuda.set_stream(self._stream)
-            capacity, worth = place(num_tokens, num_sequences, num_spans, types=self._types)
-            plan = self._plan(capacity, longest, backend, worth=worth)
-            if backend is None and number is not None:
-                self._plans[number, power] = plan
-        if way == "graph" and plan.worth:
+            capacity, use_graph = choose_capacity(num_tokens, num_sequences, num_spans, types=self._types)
+            plan = self._plan(capacity, longest, backend, use_graph=use_graph)
+            if backend is None and bucket is not None:
+                self._plans[bucket, power] = plan
+        if way == "graph" and plan.use_graph:
             torch.cuda.set_stream(self._stream)
-            self.graphs.capture(plan.key)  # before the inputs are there: it may run on others first
-        slot, offsets = self._staging.load(batch, plan.places)
+            self.graphs.capture(plan.key)  # before the inputs are loaded: the capture may load inputs of its own
+        slot, offsets = self._staging.load(batch, plan.host_views)
         progress = Progress(staged_ns=time.monotonic_ns()) if len(batch.times_ns) else None
         try:
             if plan.attention.prepares:
                 torch.cuda.set_stream(self._stream)
                 plan.attention.prepare(offsets)
             replayed, typical = False, True
-            if way == "eager" or not plan.worth:
+            if way == "eager" or not plan.use_graph:
                 self._forward(plan.key, plan.attention)
             elif not (replayed := self.graphs.replay(plan.key)):
                 torch.cuda.set_stream(self._stream)
@@ -295,26 +308,26 @@ class DeviceRunner:
             raise
         return _compressed(lazy, batch) if self._output.is_sparse else lazy
 
-    def _plan(self, capacity: Capacity, longest: int, backend: Attention | None, *, worth: bool) -> _Plan:
-        """What a batch of this capacity runs by. One that is seen once needs nothing that is kept for the next time."""
+    def _plan(self, capacity: Capacity, longest: int, backend: Attention | None, *, use_graph: bool) -> _Plan:
+        """How a batch of this capacity runs. Without a graph nothing is kept for the next batch."""
         if backend is None:
             backend = self._selection.choose(capacity.tokens, capacity.sequences, longest)
         key = _key(backend, capacity, longest)
-        if not worth:
-            return _Plan(key, backend, self._staging.places(capacity), worth=False)
-        return _Plan(key, self._instance(key, backend), self._places_of(capacity), worth=True)
+        if not use_graph:
+            return _Plan(key, backend, self._staging.host_views(capacity), use_graph=False)
+        return _Plan(key, self._instance(key, backend), self._host_views_of(capacity), use_graph=True)
 
-    def _places_of(self, capacity: Capacity) -> list[HostArrays]:
-        """Where batches of a capacity that will be seen again are written."""
-        places = self._places.get(capacity)
-        if places is None:
-            places = self._places[capacity] = self._staging.places(capacity)
-        return places
+    def _host_views_of(self, capacity: Capacity) -> list[HostArrays]:
+        """Where batches of a capacity are written; kept for the next ones."""
+        views = self._host_views.get(capacity)
+        if views is None:
+            views = self._host_views[capacity] = self._staging.host_views(capacity)
+        return views
 
     def _count(self, batch: Batch, plan: _Plan, *, replayed: bool) -> int:
-        """Note down that a batch has run; bytes of its widest row."""
+        """Count a batch that has run; returns the bytes of its widest row."""
         num_tokens = len(batch.token_ids)
-        runs = (self._replays if replayed else self._eager_runs) if plan.worth else self._large_runs
+        runs = (self._replays if replayed else self._eager_runs) if plan.use_graph else self._large_runs
         runs.inc()
         self._real_tokens.inc(num_tokens)
         self._padding_tokens.inc(plan.key.capacity.tokens - num_tokens)
@@ -323,11 +336,11 @@ class DeviceRunner:
     def reference(self, batch: Batch) -> npt.NDArray[np.float32]:
         """The batch's rows with every product in float32 and attention by its formula; waits for them.
 
-        The weights are those that are served, so what is compared is the arithmetic.
+        The weights are those that are served, so a comparison is one of arithmetic.
         """
         torch.cuda.set_stream(self._stream)
-        capacity, _ = place(len(batch.token_ids), len(batch.lengths), len(batch.spans), types=self._types)
-        slot, _ = self._staging.load(batch, self._staging.places(capacity))
+        capacity, _ = choose_capacity(len(batch.token_ids), len(batch.lengths), len(batch.spans), types=self._types)
+        slot, _ = self._staging.load(batch, self._staging.host_views(capacity))
         try:
             self._staging.fetch(capacity)
             ragged = capacity.views(self._staging.block, ReferenceAttention(), capacity.tokens)
@@ -337,12 +350,12 @@ class DeviceRunner:
             self._staging.give_back(slot)
 
     @property
-    def has_chores(self) -> bool:
-        return self.graphs.wants
+    def has_idle_work(self) -> bool:
+        return self.graphs.has_idle_work
 
-    def tend(self) -> None:
+    def idle_work(self) -> None:
         torch.cuda.set_stream(self._stream)
-        self.graphs.tend()
+        self.graphs.idle_work()
 
     def release_memory(self) -> None:
         self.graphs.release()
@@ -353,7 +366,7 @@ class DeviceRunner:
         self.graphs.synchronize(self._stream.device)
 
     def _forward(self, key: Key, attention: Attention | None = None) -> None:
-        """Launch a key's kernels on what was loaded, with this attention; if None, with the one it keeps."""
+        """Launch a key's kernels on the loaded inputs, with this attention; None: with the key's own instance."""
         torch.cuda.set_stream(self._stream)
         bound = key.max_seqlen or key.capacity.tokens
         ragged = key.capacity.views(self._staging.block, attention or self._instances[key], bound)
@@ -361,9 +374,9 @@ class DeviceRunner:
         self._staging.publish(_launch(self._model, self._output, ragged))
 
     def _warm_up(self, key: Key) -> None:
-        """Run a key that has not come along yet, on dummies."""
+        """Run a key on dummies, before a batch has used it."""
         backend = self._selection.named(key.attention)
-        slot, offsets = self._staging.load(None, self._places_of(key.capacity))
+        slot, offsets = self._staging.load(None, self._host_views_of(key.capacity))
         try:
             self._instance(key, backend).prepare(offsets)
             self._forward(key)
@@ -380,7 +393,7 @@ class DeviceRunner:
         )
 
     def _instance(self, key: Key, backend: Attention) -> Attention:
-        """What the graph of a key keeps to itself; made once."""
+        """The attention that the graph of a key captures; made once."""
         instance = self._instances.get(key)
         if instance is None:
             instance = self._instances[key] = backend.at(key.capacity.tokens, key.capacity.sequences)
@@ -395,29 +408,29 @@ def _launch(model: Model, output: Output, ragged: RaggedBatch) -> torch.Tensor:
 
 
 def head_shape(model: Model) -> HeadShape:
-    """What attention has to do for this model."""
-    dtype = next(model.parameters()).dtype
+    """The head shape that attention has to compute for this model."""
+    shape, dtype = model.shape, next(model.parameters()).dtype
     return HeadShape(
-        model.num_heads, model.num_kv_heads, model.head_dim, model.causal, dtype, model.windowed, model.biased
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.causal, dtype, shape.windowed, shape.biased
     )
 
 
 def row_width(batch: Batch, dimensions: int) -> int:
-    """Bytes of the widest row that a batch asks for; of sparse ones, before they are compressed."""
-    encoding = min(batch.encodings.tobytes())  # of few bytes: Python is faster than numpy
+    """Bytes of the widest row that a batch asks for; for sparse rows, before they are compressed."""
+    encoding = min(batch.encodings.tobytes())  # few bytes: Python is faster than numpy
     return 4 * dimensions if encoding == SPARSE else row_bytes(encoding, dimensions)
 
 
 def _compressed(lazy: LazyTensor, batch: Batch) -> LazyTensor:
-    """A result of a model of sparse rows as its batch asks for it: what measures the model asks for float32."""
+    """The result of a model of sparse rows, compressed if the batch asks for that; measurements ask for float32."""
     if batch.encodings[0] != SPARSE:
         return lazy
     dimensions = batch.dimensions.repeat(batch.span_counts) if len(batch.spans) else batch.dimensions
-    # Never ready, even where the step has ended: it is not for the thread that launches to compress.
+    # Never ready, even if the step has ended, so that the launching thread does not compress.
     is_typical = lazy.is_typical
     return LazyTensor(lambda: compress(lazy.numpy(), dimensions), lambda: False, lazy.progress, is_typical=is_typical)
 
 
 def _key(backend: Attention, capacity: Capacity, longest: int) -> Key:
-    """With a bound on the longest sequence, a power of two from 128 on, where the backend's launch depends on one."""
+    """The key of a batch, with a bound on the longest sequence (a power of two from 128 on) if the launch needs one."""
     return Key(backend.name, capacity, max(128, 1 << (longest - 1).bit_length()) if backend.needs_max_seqlen else 0)

@@ -1,8 +1,9 @@
-"""Golden vectors before the first request: what runs fast against the same model in float32, on real text.
+"""Golden vectors before the first request: the fast kernels against the same model in float32, on real text.
 
-A kernel that is wrong on this card, with this driver or in this head shape answers numbers that look like vectors. So
-before a worker says Hello, every attention backend that it will use embeds real sentences, eagerly and by a captured
-graph, and is compared with the same weights in plain float32. A cosine below 0.999 refuses to serve.
+A kernel that is wrong on this card, with this driver or in this head shape returns numbers that look like vectors. So
+before a worker says Hello, it embeds real sentences with every attention backend that it will use, eagerly and by a
+captured graph. It compares them with the same weights in plain float32, and refuses to serve if a cosine is below
+0.999.
 
 The bound: Perplexity's description of its engine states 0.1 % as the divergence that bfloat16 is allowed.
 """
@@ -52,10 +53,10 @@ _LONG_TOKENS = 2048
 
 
 def verify(runner: DeviceRunner, facts: ModelFacts) -> float:
-    """The lowest cosine that any of the backends has to the reference.
+    """The lowest cosine of any backend to the reference.
 
-    Scores and sparse rows have no direction that would tell much: of such models the caller gives a runner that pools
-    hidden states.
+    The direction of scores and of sparse rows says little. For such models the caller passes a runner that pools hidden
+    states.
 
     Raises:
         ModelError: it is below 0.999, or not a number.
@@ -78,8 +79,10 @@ def verify(runner: DeviceRunner, facts: ModelFacts) -> float:
 
 
 def _batches(facts: ModelFacts) -> list[Batch]:
-    """Short texts, documents, the same in two spans of two types each, and one long text, as far as the model takes
-    them."""
+    """Short texts, documents, the same documents in two spans of two types each, and one long text.
+
+    All are cut to what the model takes.
+    """
     short = Tokenizer(facts).encode(list(_TEXTS), TruncationRule(allowed=True))
     words = np.concatenate(short)
     long = np.resize(words, min(_LONG_TOKENS, facts.max_tokens))

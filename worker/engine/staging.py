@@ -3,15 +3,16 @@
     batch → a slot's pinned input → `fetch` → the block (fixed address: graphs read it) → forward pass
           → `publish` → the slot's device output → the slot's pinned output → LazyTensor
 
-`fetch` and `publish` are kernels (`worker.kernels.step`), a step's first and its last, so that a captured step is one
-launch: what the launching thread does for a step is what the device waits for between two steps. A graph is captured
-once and runs on any slot. So slots take turns: the kernels count on the device what the host counts here, and an error
-between the two kernels sets the device's count right again. That is why every step, however it is launched, has both or
-ends in `give_back`.
+`fetch` and `publish` are kernels (`worker.kernels.step`), the first and the last of a step. So a captured step is one
+launch. That matters because between two steps the device waits for the launching thread.
 
-A slot is on loan to a step from its launch until its rows were read, so a buffer is never written while something reads
-it: its pinned input was read before there were rows. The output's copy to the host is on a stream of its own, and it is
-whoever waits for the rows that launches it.
+A graph is captured once and runs on any slot, so slots take turns. The kernels count turns on the device as the host
+counts them here. Every step has both kernels or ends in `give_back`, which corrects the device's count after an error
+between the two.
+
+A slot is on loan to a step from its launch until its rows were read. So nothing reads a buffer while it is written:
+once there are rows, the pinned input has been read. The output is copied to the host on a stream of its own. The thread
+that waits for the rows launches that copy.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from worker.batch.lazy import LazyTensor, Progress, Rows
-from worker.batch.ragged import HEAD_WORDS, NEXT_SLOT, OUTPUT_ADDRESS, OUTPUT_WORDS, Capacity, HostArrays
-from worker.models.pooling import FLAG_BYTES
+from worker.batch.capacity import HEAD_WORDS, NEXT_SLOT, OUTPUT_ADDRESS, OUTPUT_WORDS, Capacity, HostArrays
+from worker.batch.lazy import FLAG_BYTES, LazyTensor, Progress, Rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from common.wire.messages import Batch
     from worker.engine.driver import Driver
 
-# One runs, one is launched behind it, one is being filled.
+# One slot runs, one is launched behind it, one is being filled.
 _NUM_SLOTS = 3
 _LEAST_OUTPUT_BYTES = 1 << 18
 
@@ -51,18 +51,20 @@ class _Slot:
     copied: torch.cuda.Event  # and in pinned_output
     launched_handle: int  # the same event, for the driver
     free: threading.Lock = field(default_factory=threading.Lock)  # held while the slot is on loan
-    size: int = 0  # bytes of each of the outputs
+    size: int = 0  # bytes of each output
 
 
 class Staging:
-    """All but reading rows is for the thread that launches; rows may be read on any one other, or on the same.
+    """For the thread that launches. Rows may be read on that thread or on one other.
 
-    Every result has to be read: its buffers are on loan until then, and a step waits for the one three before it.
+    Every result has to be read. Its buffers are on loan until then, and a step waits for the one three before it.
     """
 
     def __init__(self, largest: Capacity, row_bytes: int, stream: torch.cuda.Stream, driver: Driver) -> None:
-        """Room for any capacity whose words are at most those of the largest. `stream` is what computes, and what it
-        computes are rows of so many bytes, a multiple of 4."""
+        """Room for any capacity with at most the words of the largest one.
+
+        Steps run on `stream`, and their rows have `row_bytes` bytes, a multiple of 4.
+        """
         from worker.kernels import step  # brings Triton, which only a GPU needs
 
         device = stream.device
@@ -85,19 +87,19 @@ class Staging:
         head[NEXT_SLOT] = (index + 1) % _NUM_SLOTS
         empty = torch.empty(0, dtype=torch.uint8)
         launched = torch.cuda.Event()
-        launched.record(self._stream)  # which makes it
+        launched.record(self._stream)  # the first record creates the event
         copied = torch.cuda.Event(blocking=True)
         return _Slot(index, words, head, empty.to(self._device), empty, launched, copied, launched.cuda_event)
 
-    def places(self, capacity: Capacity) -> list[HostArrays]:
-        """Where `load` writes a batch of a capacity: cut once, and kept by whoever loads more than one."""
+    def host_views(self, capacity: Capacity) -> list[HostArrays]:
+        """Views of each slot's input for a capacity, which `load` writes through. The caller keeps them."""
         return [HostArrays(capacity, slot.words) for slot in self._slots]
 
-    def load(self, batch: Batch | None, places: list[HostArrays]) -> tuple[_Slot, npt.NDArray[np.int32]]:
-        """Write a checked batch (None: nothing but dummies, without rows) where the next `fetch` reads it; its slot,
-        and its cu_seqlens on the host.
+    def load(self, batch: Batch | None, host_views: list[HostArrays]) -> tuple[_Slot, npt.NDArray[np.int32]]:
+        """Write a checked batch where the next `fetch` reads it; None: dummies alone, without rows.
 
-        Waits where the step three before is unread. After it come `fetch`, `publish` and `collect`, or `give_back`.
+        Returns its slot and its cu_seqlens on the host. Waits while the step three before is unread. `fetch`, `publish`
+        and `collect` have to follow, or `give_back`.
         """
         slot = self._slots[self._turn]
         slot.free.acquire()
@@ -105,7 +107,7 @@ class Staging:
             size = 0 if batch is None else batch.num_rows * self._row_bytes
             if slot.size < size:
                 self._grow(slot, size)
-            offsets = places[slot.index].fill(batch)
+            offsets = host_views[slot.index].fill(batch)
             slot.head[OUTPUT_WORDS] = size // 4
         except BaseException:
             slot.free.release()
@@ -118,16 +120,16 @@ class Staging:
         size = max(size, 2 * slot.size, _LEAST_OUTPUT_BYTES)
         device_output = torch.empty(size, dtype=torch.uint8, device=self._device)
         pinned_output = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        # Only now that there is memory for both: a slot never claims room that it lacks.
+        # Only now that both are allocated: a slot never claims room that it lacks.
         slot.device_output, slot.pinned_output, slot.size = device_output, pinned_output, size
         slot.words[OUTPUT_ADDRESS : OUTPUT_ADDRESS + 2].view(np.int64)[0] = device_output.data_ptr()
 
     def fetch(self, capacity: Capacity) -> None:
-        """Launch what brings a loaded batch into the block."""
+        """Launch the kernel that copies a loaded batch into the block."""
         self._kernels.fetch(self._ring, self._counter, self.block, capacity)
 
     def publish(self, output: torch.Tensor) -> None:
-        """Launch what keeps the rows of the batch in the block, and lets the next one follow.
+        """Launch the kernel that saves the rows of the batch in the block, and lets the next batch follow.
 
         Args:
             output: uint8 [at least the batch's rows, row_bytes], contiguous, as `pooling.finish` gives it; the next
@@ -145,20 +147,20 @@ class Staging:
         *,
         is_typical: bool = True,
     ) -> LazyTensor:
-        """What the step that has been launched gives whoever reads it: `width()` bytes of each of its rows.
+        """The result of the step that has been launched: `width()` bytes of each of its rows.
 
-        It is who reads the rows that asks how wide they are, since nothing has to wait for that.
+        `width` is called when the rows are read, off the launching thread.
         """
         self._driver.record(slot.launched_handle, self._stream_handle)
 
         def read() -> Rows:
             try:
                 num_bytes = FLAG_BYTES + width()
-                torch.cuda.set_device(self._device)  # a thread of its own starts out at device 0
-                # Whole rows, and cut on the host: torch would make room on the device to cut them there.
+                torch.cuda.set_device(self._device)  # a new thread starts out at device 0
+                # Whole rows, cut on the host: to cut them on the device, torch would allocate memory there.
                 size = num_rows * self._row_bytes
                 if progress is not None:
-                    slot.launched.synchronize()  # else the copy alone is waited for, and nobody knows when it began
+                    slot.launched.synchronize()  # else only the end of the copy would be known
                     progress.computed_ns = time.monotonic_ns()
                 with torch.cuda.stream(self._copy_stream):
                     slot.launched.wait()
@@ -173,9 +175,9 @@ class Staging:
         return LazyTensor(read, slot.launched.query, progress, is_typical=is_typical)
 
     def give_back(self, slot: _Slot) -> None:
-        """Of the step that was loaded last, which nobody will read, wherever it has ended: its turn is the next one's.
+        """Drop the step that was loaded last, wherever it has failed. The next step takes its turn.
 
-        Waits until nothing reads its input any more, and sets the device's count to the host's.
+        Waits until nothing reads its input, and sets the device's count to the host's.
         """
         self._turn = slot.index
         try:

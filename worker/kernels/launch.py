@@ -1,19 +1,19 @@
-"""What every launch of a kernel shares: that it can be compiled instead, and whether it may start before the kernel in
-front of it has ended.
+"""What every launch of a kernel shares: it can be compiled instead, and it may start before the previous kernel has
+ended.
 
-A launch is compiled instead where its thread says so (`compiling`), by the same call that would launch it: so what is
-compiled is what a later launch with such arguments looks for.
+A thread can have its launches compiled instead of run (`compiling`). The same call does both, so a later launch with
+such arguments finds the compiled kernel.
 
 A step of a small batch is a chain of some 250 short kernels, and the gap between two of them is as long as the kernels.
-With programmatic dependent launch a kernel's programs are started while the one before still runs, and wait inside, at
-`gdc_wait`, until that one has ended and all it wrote can be seen. Three rules make this safe:
+With programmatic dependent launch, a kernel's programs start while the previous kernel still runs. They wait at
+`gdc_wait` until it has ended and everything it wrote can be seen. Three rules make this safe:
 
 1. Every program of every kernel calls `gdc_wait` once, before it reads or writes anything that another kernel writes.
-   What a kernel waits for has itself waited, so the end of one kernel means the end of all before it.
-2. Read before `gdc_wait` may be only what nothing in a step writes: weights, tables, and the batch's own integers.
-3. What writes a step's inputs (`step.fetch`) lets nobody start early, nor starts early itself, and the kernel behind it
-   (`embedding.py`) lets its own successor start only after its own wait. So the inputs are written, and can be seen,
-   before any later kernel of the step starts, which is what rule 2 relies on.
+   The previous kernel has itself waited, so the end of one kernel means the end of all before it.
+2. Before `gdc_wait` a program may read only what no kernel of a step writes: weights, tables, the batch's own integers.
+3. The kernel that writes a step's inputs (`step.fetch`) does not start early, and no kernel starts early behind it. The
+   next kernel (`embedding.py`) lets its own successor start only after its own wait. So the inputs are written, and can
+   be seen, before any later kernel of the step starts. Rule 2 relies on that.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # The first compute capability that has `griddepcontrol` (Hopper).
 _FIRST_CAPABILITY = 9
 
-# Of a thread that has its launches compiled: what they were, so that 28 layers' launches cost as much as one's.
+# The launches that a compiling thread has seen, so that those of 28 layers cost as much as those of one.
 _seen: ContextVar[set[Hashable] | None] = ContextVar("_seen", default=None)
 
 
@@ -78,7 +78,7 @@ def compiling(executor: Executor) -> Iterator[None]:
 
 
 def _kind(argument: object) -> Hashable:
-    """Of an argument, at least what Triton compiles another kernel for: of tensors the dtype and the alignment."""
+    """A key for an argument, at least as fine as what Triton specialises on: dtype and alignment of a tensor."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if hasattr(argument, "block_shape"):  # a descriptor of blocks, Triton's or Gluon's

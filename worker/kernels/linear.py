@@ -1,7 +1,7 @@
 """Matrix products with what follows them fused in: one Triton kernel, three epilogues.
 
-A product of an embedding model is followed by elementwise work that moves as many bytes as the product saves by being
-fast, and by one more launch. So the epilogue runs on the accumulator, in float32, before anything is rounded:
+After a product an embedding model does elementwise work, which needs one more launch and moves as many bytes as a fast
+product saves. So the epilogue runs on the accumulator, in float32, before anything is rounded:
 
 - plain: bias, activation and residual, each of them optional;
 - swiglu: silu(gate) · up. A tile takes half of its rows from the gate and half from the up projection, so that both
@@ -14,14 +14,16 @@ nothing, and the loop is that of a plain product: one accumulator, the widest in
 with two products (narrower instructions, which read the shared memory more often), and rows interleaved when a model is
 loaded (a second layout of weights that everything else would have to know).
 
-Three regimes, told apart by the number of tokens: below about 128 the weight is streamed once and the grid must be
-wide enough to keep the memory busy, so blocks are narrow or the sum is split among programs (`split_k`); up to about
-1,024 tiles are cut small enough to occupy all processors; above, tiles are as large as registers allow. cuBLAS is
-better at the middle ones, and without an epilogue at all of them: there it is what runs. `_choose` decides from the
-shape alone, by what `benchmarks/linear.py` measured. Nothing is timed while serving, and another number of tokens
-compiles nothing unless it falls into another regime.
+There are three regimes by number of tokens. Below about 128 the weight is streamed once, and the grid must be wide
+enough to keep the memory busy: blocks are narrow, or the sum is split among programs (`split_k`). Up to about 1,024,
+tiles are cut small enough to occupy all processors. Above, tiles are as large as registers allow. cuBLAS runs where it
+is better: in the middle regime, and in all of them if there is no epilogue. `_choose` decides from the shape alone, by
+the measurements of `benchmarks/linear.py`. Nothing is timed while serving, and another number of tokens compiles
+nothing unless it falls into another regime.
 
-Splitting a sum is deterministic: partial sums go to a workspace, the last program to arrive adds them up in order.
+Splitting a sum is deterministic: partial sums go to a workspace, and the last program to arrive adds them up in order.
+
+The file is longer than others since its three epilogues, their tilings and their launch belong to one kernel.
 
 The kernels are for compute capability 9.0 and up where `Tiling.tma` is set, and are tuned for an H200 everywhere.
 """

@@ -1,17 +1,17 @@
 """A step's first kernel and its last: inputs out of the host's memory, rows out of the way of the next step.
 
-They are in every graph, so a step is one launch, without a copy before it or behind it. Which of the host's places a
-step reads is not known when a graph is captured: a counter on the device says it, which the last kernel of each step
-sets to the place of the next. Where the rows go stands in what was read.
+They are in every graph, so a step is one launch, without a copy before it or behind it. When a graph is captured, it is
+not known which slot of the host's memory a step will read. A counter on the device says it. The last kernel of each
+step sets the counter to the slot of the next. The input says where the rows go.
 
-`fetch` reads the host's memory through the bus, a microsecond or two away: so it reads all at once and writes what
-others read many times to the device. From the offsets it works out where each token's sequence begins and ends. It
-never starts early, and lets nobody start early: by then all that read the inputs of the step before has ended. What the
-host had written when it launched a step is what the step's plain loads see. Rejected: volatile loads, which cross the
-bus one by one (2.8 ms for 16,384 tokens).
+`fetch` reads the host's memory through the bus, which takes a microsecond or two. So it reads everything at once, and
+writes to the device what other kernels read many times. From the offsets it computes where each token's sequence begins
+and ends. It never starts early, and no kernel starts early behind it: by then all readers of the previous step's inputs
+have ended. Plain loads see what the host had written when it launched the step. Rejected: volatile loads, which cross
+the bus one by one (2.8 ms for 16,384 tokens).
 
-The counter is written by `publish`, which does not read it, and read by `fetch`, which does not write it: of programs
-that run at once none can see it change.
+`publish` writes the counter and does not read it; `fetch` reads it and does not write it. So no program that runs
+beside others can see it change.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.batch import ragged
+from worker.batch import capacity as layout
 from worker.kernels.launch import launch, pdl_options
 
 if TYPE_CHECKING:
-    from worker.batch.ragged import Capacity
+    from worker.batch.capacity import Capacity
 
-_NUM_TOKENS = tl.constexpr(ragged.NUM_TOKENS)
-_NUM_TYPED = tl.constexpr(ragged.NUM_TYPED)
-_NEXT_SLOT = tl.constexpr(ragged.NEXT_SLOT)
-_OUTPUT_WORDS = tl.constexpr(ragged.OUTPUT_WORDS)
-_OUTPUT_ADDRESS = tl.constexpr(ragged.OUTPUT_ADDRESS)
-_HEAD_WORDS = tl.constexpr(ragged.HEAD_WORDS)
+_NUM_TOKENS = tl.constexpr(layout.NUM_TOKENS)
+_NUM_TYPED = tl.constexpr(layout.NUM_TYPED)
+_NEXT_SLOT = tl.constexpr(layout.NEXT_SLOT)
+_OUTPUT_WORDS = tl.constexpr(layout.OUTPUT_WORDS)
+_OUTPUT_ADDRESS = tl.constexpr(layout.OUTPUT_ADDRESS)
+_HEAD_WORDS = tl.constexpr(layout.HEAD_WORDS)
 
 _FETCH_WARPS = 8  # a tile of 8,192 comparisons in registers
 _PUBLISH_WARPS = 4
@@ -50,7 +50,7 @@ def fetch(ring: torch.Tensor, counter: torch.Tensor, block: torch.Tensor, capaci
     Args:
         ring: int32 [slots, words], contiguous, pinned memory of the host; a row begins as `HostArrays` has written it.
         counter: int32 [1].
-        block: int32 [at least capacity.num_words], contiguous. It gets what `ragged.worked_out` makes of the row.
+        block: int32 [at least capacity.num_words], contiguous. It gets what `layout.worked_out` makes of the row.
     """
     num_offsets, num_tokens = next((tile for tile in _TILES if capacity.sequences <= tile[0]), _TILES[-1])
     token_programs = triton.cdiv(capacity.tokens, num_tokens)

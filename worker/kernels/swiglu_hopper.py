@@ -1,11 +1,11 @@
 """The gated product of an MLP for many tokens on Hopper: silu(x · gateᵀ) · (x · upᵀ) with its warps specialised.
 
-Of all products of a model this one costs the most, and `linear.py`, which leaves the work of a tile to the compiler,
-has all warps load, multiply and finish together: while they finish, the tensor cores idle. Here a program's warps have
-roles. One warp asks the tensor memory accelerator (TMA) for the operands, `num_stages` blocks of features ahead and on
-into the next tile. Two groups of four warps (warpgroups) multiply 64 tokens each; they share the weight's blocks but
-nothing makes them keep step, so that one multiplies while the other is in its epilogue. A group's accumulator fills
-its registers, which the loading warp gives up: 240 a thread against 24. Programs are persistent, one a processor.
+This product costs more than any other of a model. `linear.py` leaves the work of a tile to the compiler, which lets all
+warps load, multiply and finish together: while they finish, the tensor cores idle. Here a program's warps have roles.
+One warp asks the tensor memory accelerator (TMA) for the operands, `num_stages` blocks of features ahead and on into
+the next tile. Two groups of four warps (warpgroups) multiply 64 tokens each. They share the weight's blocks but need
+not keep step, so one multiplies while the other is in its epilogue. A group's accumulator fills its registers, which
+the loading warp gives up: 240 a thread against 24. Programs are persistent, one for each processor.
 
 A tile's halves, gate and up, are one product with the widest instruction, as in `linear.py`: both values of an output
 lie in one thread. The result leaves through shared memory and TMA, which also keeps to the bounds: rows beyond the last
@@ -73,8 +73,8 @@ _BLOCK_K = 64  # features of a block: 128 bytes, the widest that shared memory i
 _GROUP_M = 16  # tiles that run at once are this many tiles of tokens high, so that they share rows of the weight in L2
 _CAPABILITY = (9, 0)
 
-# Of the compiler. `num_warps` are the first warpgroup that multiplies; the second and the warp that loads come on top
-# and are rounded up to two warpgroups, so 384 threads start with 168 registers each, all that a processor has.
+# Options of the compiler. `num_warps` are the first warpgroup that multiplies; the second and the warp that loads come
+# on top and are rounded up to two warpgroups, so 384 threads start with 168 registers each, all that a processor has.
 # `launch_pdl`: like all kernels it may start before the one in front of it has ended, see `_product` and `launch.py`.
 _OPTIONS: Mapping[str, int] = MappingProxyType({"num_warps": 4, "maxnreg": 168, "launch_pdl": True})
 
@@ -156,7 +156,7 @@ def _tiling_for(num_tokens: int) -> _Tiling:
 
 
 def _shared_layout() -> gl.NVMMASharedLayout:
-    """Of every block in shared memory: rows of 64 values, or several such side by side."""
+    """The layout of every block in shared memory: rows of 64 values, or several such side by side."""
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * _BLOCK_K, element_bitwidth=16, rank=2)
 
 

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 from common.wire.rows import FLOAT32, INT8
+from worker.batch.lazy import FLAG_BYTES
 from worker.kernels.launch import launch, pdl_options
-from worker.models.pooling import FLAG_BYTES, Spans
 
 if TYPE_CHECKING:
+    from worker.batch.ragged import Spans
     from worker.checkpoint.modules import Pooling
 
 # A tile of `pool`: 32 elements a thread with 4 warps, in flight at once. 64 columns are 128 bytes, one line of the

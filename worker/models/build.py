@@ -26,4 +26,4 @@ def build(architecture: str, config: JsonFile) -> Model:
         return body
     from worker.models.heads import Scorer, build_head
 
-    return Scorer(body, build_head(architecture, config, body.hidden_size))
+    return Scorer(body, build_head(architecture, config, body.shape.hidden_size))

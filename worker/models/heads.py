@@ -83,17 +83,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.body = cast("nn.Module", body)  # before the head: its dtype is the model's
         self.head = head.requires_grad_(requires_grad=False)
-        self.hidden_size = body.hidden_size
-        self.vocab_size = body.vocab_size
-        self.max_positions = body.max_positions
-        self.num_layers = body.num_layers
-        self.num_heads = body.num_heads
-        self.num_kv_heads = body.num_kv_heads
-        self.head_dim = body.head_dim
-        self.causal = body.causal
-        self.windowed = body.windowed
-        self.biased = body.biased
-        self.has_token_types = body.has_token_types
+        self.shape = body.shape
         self._model = (body,)  # not as a second submodule
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:

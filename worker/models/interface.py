@@ -1,7 +1,8 @@
-"""What the engine needs from a model: the seam between the families and everything that runs them."""
+"""What the engine needs from a model: the seam between the families and the code that runs them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
     from worker.batch.ragged import RaggedBatch
 
 
-class Model(Protocol):
-    """What a family's module offers: the forward pass, and where a checkpoint's tensors go."""
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model, and which options of attention and of batches it uses."""
 
     hidden_size: int
     vocab_size: int
@@ -23,10 +25,16 @@ class Model(Protocol):
     num_heads: int
     num_kv_heads: int  # divides num_heads
     head_dim: int
-    causal: bool  # a token attends to itself and the tokens before it; else to all of its sequence
-    windowed: bool  # some layers call attention with a window
-    biased: bool  # some layers call attention with a bias
-    has_token_types: bool  # a pair's second text is told from its first
+    causal: bool = False  # a token attends to itself and to earlier tokens; else to all of its sequence
+    windowed: bool = False  # some layers call attention with a window
+    biased: bool = False  # some layers call attention with a bias
+    has_token_types: bool = False  # it distinguishes a pair's second text from the first
+
+
+class Model(Protocol):
+    """A family's module: the forward pass, and where a checkpoint's tensors go."""
+
+    shape: ModelShape
 
     def __call__(self, batch: RaggedBatch) -> torch.Tensor:
         """Hidden states of the last layer, [tokens, hidden]; float32 if `batch.reference` asks for it."""
@@ -34,7 +42,7 @@ class Model(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """For every canonical name the (part of a) parameter that it fills; together they are all parameters."""
+        """Canonical name → the parameter, or part of one, that it fills. Together they are all parameters."""
 
     def canonical_name(self, stored_name: str) -> str | None:
-        """What a checkpoint's tensor is called in `checkpoint_tensors`; None if it is known and not needed."""
+        """The name of a checkpoint's tensor in `checkpoint_tensors`; None: it is known and not needed."""

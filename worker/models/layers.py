@@ -1,15 +1,15 @@
 """The pieces that models are made of: linear layers with what follows them fused in, norms, rotary positions.
 
-Each piece is written once in plain torch operations, for any device and dtype, and with half-precision tensors on a
-CUDA device calls the fused kernel of `worker.kernels` that computes the same. Which of the two runs depends on the
-tensors alone: float32 activations always take the plain path, and weights of another dtype are widened on the way. So
-the same model, given a float32 stream, is its own reference. A kernel that is missing is an error, not a slower path.
+Each piece is written once in plain torch operations, for any device and dtype. With half-precision tensors on a CUDA
+device it calls the fused kernel of `worker.kernels` that computes the same. The tensors alone decide which of the two
+runs: float32 activations always take the plain path, and weights of another dtype are widened on the way. So the same
+model, given float32 activations, is its own reference. A missing kernel is an error, not a slower path.
 
-On a CPU a linear layer runs through oneDNN with its weight packed once, in the layout of its kernel. Measured on
-2026-11-29 on an AMD EPYC (Zen 5, 2 cores, float32): 110–245 GFLOP/s a core where `F.linear` (MKL) gives 40–114; on an
-Intel Xeon with AVX-512 both give the same, and what remains is that activation and residual cost no pass of their own.
-The operations are private to torch (its compiler uses them), so they are not trusted: `pack_linears` compares each
-layer with `F.linear` and, where one is missing or wrong, warns and leaves all of them plain.
+On a CPU a linear layer runs through oneDNN, with its weight packed once in the layout of its kernel. Measured on
+2026-11-29 on an AMD EPYC (Zen 5, 2 cores, float32): 110–245 GFLOP/s a core, while `F.linear` (MKL) gives 40–114. On an
+Intel Xeon with AVX-512 both give the same, but activation and residual need no pass of their own. The operations are
+private to torch (its compiler uses them), so they are not trusted. `pack_linears` compares each layer with `F.linear`.
+If one is missing or wrong, it warns and leaves all layers plain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a packed layer's weight is laid out for; any number of rows runs. 16 or 512 made no difference (2026-11-29).
+# The number of rows that a packed weight is laid out for. Any number runs; 16 or 512 made no difference (2026-11-29).
 _PACKED_FOR_ROWS = 512
 
 # Largest error that a packed layer may have, relative to its largest output: rounding of another order of summation.
@@ -256,7 +256,7 @@ class RotaryTable(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def at(self, batch: RaggedBatch) -> Rotation:
-        """By how much each token of a batch turns, for all layers that turn alike."""
+        """The rotation of each token of a batch, for all layers that turn alike."""
         if self.frequencies is None:
             return Rotation(self.cos, self.sin, batch.positions)
         return self._by_length(batch, self.frequencies)
@@ -275,7 +275,7 @@ class RotaryTable(nn.Module):
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryTable:
-        # What converts a whole model to another dtype moves these at most: bfloat16 cannot tell positions apart.
+        # Converting a whole model to another dtype only moves these tables: bfloat16 cannot tell positions apart.
         super()._apply(lambda table: table.to(fn(table).device), recurse)
         return self
 
@@ -302,7 +302,7 @@ def _num_angles(rope: Rope) -> int:
 
 
 def rotations_at(tables: nn.ModuleDict, batch: RaggedBatch) -> dict[str, Rotation]:
-    """By how much each token of a batch turns, for each of the `RotaryTable`s by its name."""
+    """The rotation of each token of a batch, by the name of the `RotaryTable`."""
     rotations = {}
     for name, table in tables.items():
         assert isinstance(table, RotaryTable)
@@ -311,7 +311,7 @@ def rotations_at(tables: nn.ModuleDict, batch: RaggedBatch) -> dict[str, Rotatio
 
 
 class Rotation:
-    """A batch's turns: rows of two tables, looked up once where it is not a kernel that looks them up."""
+    """The angles of a batch: rows of two tables. Kernels look them up themselves; else they are looked up once."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> None:
         """float32 [positions, dim / 2] twice, int32 [tokens]: the rows."""
@@ -444,7 +444,7 @@ def is_fusible(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def pack_linears(model: nn.Module) -> bool:
-    """Let all linear layers of a CPU model use oneDNN, if it computes what `F.linear` does; whether they do."""
+    """Let all linear layers of a CPU model use oneDNN if it computes what `F.linear` does; whether they use it."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     try:
         for linear in linears:

@@ -1,13 +1,13 @@
 """Weights from safetensors into a model's parameters, by exact name.
 
-Promises: every parameter is filled, every tensor is used or known to be unneeded, shapes agree, all numbers are
-finite; else a `ModelError` that lists what is missing and what was not expected. Nothing is ever left random.
+Promises: every parameter is filled, every tensor is used or known to be unneeded, shapes agree, and all numbers are
+finite. Otherwise a `ModelError` lists what is missing and what was not expected. Nothing is ever left random.
 
-Each file is opened once and read once, from start to end, piece by piece into private memory. The hash is taken of
-those very bytes, so what is served is what was hashed, whatever happens to the file meanwhile or afterwards. Beside the
-parameters no more than two pieces are in memory: one that a thread still hashes, since hashing alone takes half of the
-time, and one that is copied. Reading whole files was what came before: the file twice, in its bytes and in the tensors
-that the library makes of them. Whether all numbers are finite is asked of the device once, at the end.
+Each file is opened once and read once, from start to end, piece by piece into private memory. Those very bytes are
+hashed, so the weights that are served are the ones hashed, whatever happens to the file. Besides the parameters no more
+than two pieces are in memory: one is copied while a thread hashes the other, since hashing takes half of the time.
+Rejected: reading whole files, which holds each twice, as bytes and as the library's tensors. The device is asked once,
+at the end, whether all numbers are finite.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def load_weights(folder: Path, model: Model) -> str:
 
 
 def check_weights(folder: Path, model: Model) -> None:
-    """Whether the files of `folder` hold what `model` needs, as far as their headers tell.
+    """Check by their headers that the files of `folder` hold what `model` needs.
 
-    For a model on torch's meta device: a size in config.json that no machine has the memory for is refused in the words
+    For a model on torch's meta device. A size in config.json that no machine has the memory for is refused in the words
     of `load_weights`, before memory is asked for.
 
     Raises:
@@ -63,7 +63,7 @@ def check_weights(folder: Path, model: Model) -> None:
 
 
 def load_stage(folder: Path, stage: nn.Module) -> str:
-    """As `load_weights`, for a module that follows the pooling: its tensors are called as its parameters are."""
+    """As `load_weights`, for a module that follows the pooling. Its tensors have the names of its parameters."""
     return _load(folder, stage, dict(stage.named_parameters()), lambda name: name)
 
 
@@ -96,13 +96,13 @@ def _fit(weights: Weights, destinations: dict[str, torch.Tensor], canonical_name
 
 @dataclass(slots=True)
 class _Filling:
-    """Which parameters are filled from what, and what has been seen of their numbers."""
+    """Which tensor fills which parameter, and the extremes of the numbers copied so far."""
 
     destinations: dict[str, torch.Tensor]  # canonical name → (part of) a parameter
     filled: dict[str, StoredTensor]  # canonical name → what fills it
     files: dict[Path, WeightFile]
     pieces: list[str] = field(default_factory=list)  # canonical names, one for each piece that was copied
-    extremes: list[torch.Tensor] = field(default_factory=list)  # of each of `pieces` two, on the device
+    extremes: list[torch.Tensor] = field(default_factory=list)  # two for each of `pieces`, on the device
 
     def fill_from(self, file: WeightFile, hasher: ThreadPoolExecutor) -> bytes:
         """Fill what one file holds; returns its SHA-256."""
@@ -131,8 +131,9 @@ class _Filling:
     def _fill(self, name: str, rows: slice, piece: torch.Tensor) -> None:
         destination = torch.atleast_1d(self.destinations[name])[rows]
         destination.copy_(piece.view(destination.shape))
-        # Of the converted numbers: that may overflow. Smallest and largest are finite if and only if all are, since a
-        # NaN is both: 5 times as fast on a CPU as a sum in float64, 15 times as isfinite.
+        # The converted numbers are checked, since converting may overflow. All are finite if and only if the smallest
+        # and the largest are, since a NaN is both. On a CPU it is 5 times as fast as a sum in float64, 15 times as
+        # fast as isfinite.
         self.extremes.extend(torch.aminmax(destination))
         self.pieces.append(name)
 
@@ -145,7 +146,7 @@ class _Reader:
         self._hasher = hasher
         self._hash = hashlib.sha256(file.header)
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        self._hashed: list[Future[None] | None] = [None, None]  # of what is in each buffer
+        self._hashed: list[Future[None] | None] = [None, None]  # for the piece in each buffer
         self._turn = 0
 
     def pieces(self, stored: StoredTensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -163,7 +164,7 @@ class _Reader:
             yield rows, self._read((rows.stop - rows.start) * row_bytes)
 
     def digest(self) -> bytes:
-        """SHA-256 of all that was read, the header included."""
+        """SHA-256 of all bytes read, the header included."""
         self._wait(0)
         self._wait(1)
         return self._hash.digest()

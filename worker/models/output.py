@@ -1,9 +1,9 @@
-"""What becomes of hidden states: rows, as the checkpoint's modules make them and as each was asked for.
+"""From hidden states to rows: by the checkpoint's modules, and in the form that each client wants.
 
     hidden states → pooled (one pooling, or several side by side) → the stages → cut, normalised, encoded
 
 On a GPU this is part of the step's graph, and one pooling without stages is one or two kernels. Stages compute in
-float32 with float32 weights, whatever the model's dtype: they see one row a text, so this costs next to nothing.
+float32 with float32 weights, whatever the model's dtype. They see one row for each text, so this costs next to nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _EPSILON = 1e-5
 
 
 class Output(nn.Module):
-    is_sparse = False  # rows are compressed on the host (`worker.sparse`)
+    is_sparse = False  # whether rows are compressed on the host (`worker.models.sparse`)
 
     def __init__(self, poolings: Sequence[Pooling], stages: Sequence[nn.Module], dimensions: int) -> None:
         """
         Args:
-            poolings: what each row is pooled by; of several, the results stand side by side.
+            poolings: how each row is pooled; several results stand side by side.
             stages: from float32 [rows, columns] to float32 [rows, other columns].
-            dimensions: the columns that result.
+            dimensions: the number of columns of the result.
         """
         super().__init__()
         self.poolings = tuple(poolings)
@@ -46,7 +46,7 @@ class Output(nn.Module):
 
     @property
     def pooling(self) -> str:
-        """Its name, for people."""
+        """The name of the pooling, for people."""
         return "+".join(self.poolings)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Output(nn.Module):
 
 
 def load_output(checkpoint: Checkpoint, device: torch.device) -> tuple[Output, str]:
-    """What the checkpoint declares, its stages loaded, and one SHA-256 over all their weights.
+    """The output that the checkpoint declares, its stages loaded, and one SHA-256 over all their weights.
 
     Raises:
         ModelError: weights are missing, not expected, of another shape or not finite.

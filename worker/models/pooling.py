@@ -1,48 +1,43 @@
 """From hidden states of tokens to rows. Pure functions, and no shape depends on data.
 
-A row is pooled over a span of tokens: mostly a whole sequence, but also a part of one (a chunk of a document, a text
-without its prompt, a token). All is computed in float32, whatever the model computes in. A sum is made in the order of
-its tokens (`segment_reduce`), so a row does not depend on the others; adding with `index_add_` was ten times faster on
-a CPU (0.05 against 0.5 ms for 1,000 tokens, of a step of 150 ms) and is not deterministic on a GPU.
+A row is pooled over a span of tokens: usually a whole sequence, or a part of one (a chunk of a document, a text without
+its prompt, a token). Everything is computed in float32, whatever the model computes in. A sum is made in the order of
+its tokens (`segment_reduce`), so a row does not depend on the others. Rejected: adding with `index_add_`, which is not
+deterministic on a GPU. On a CPU it was ten times faster (0.05 against 0.5 ms for 1,000 tokens, in a step of 150 ms).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.wire.rows import FLOAT32, INT8
+from worker.batch.lazy import FLAG_BYTES
 
 if TYPE_CHECKING:
+    from worker.batch.ragged import Spans
     from worker.checkpoint.modules import Pooling
-
-# int32 [rows] twice: where each row's tokens start, and one past where they stop.
-Spans: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-# What precedes each row: its flag, then zeros. What a step copies back is thus one range of one buffer, and one launch
-# on the host's critical path where flags apart would be a second; and the float32 numbers behind it stay aligned.
-FLAG_BYTES = 4
 
 # Source: torch.nn.functional.normalize, whose default sentence-transformers uses.
 _LEAST_NORM = 1e-12
 
 
 def pool(hidden: torch.Tensor, spans: Spans, pooling: Pooling) -> torch.Tensor:
-    """One row a span: its first token's, its last token's, or the mean or maximum over all of them.
+    """One row for each span: its first token, its last token, or the mean or maximum over all of them.
 
     Args:
         hidden: [tokens, hidden], any floating dtype; at least one token.
-        spans: in order, and none overlaps another; one without tokens gets a row of zeros.
-        pooling: which; special tokens count as any other. "mean_sqrt_len" is the sum over the root of the number of
-            tokens; in "weighted_mean" a span's first token weighs 1, its second 2, and so on.
+        spans: in order, without overlaps; a span without tokens gets a row of zeros.
+        pooling: special tokens count as any other. "mean_sqrt_len" is the sum divided by the root of the number of
+            tokens. In "weighted_mean" a span's first token weighs 1, its second 2, and so on.
 
     Returns float32 [rows, hidden].
 
     Source: sentence-transformers' Pooling.
     """
     starts, stops = spans
-    # A span without tokens has no first and no last one: any row that there is will do, it is not used.
+    # A span without tokens has no first and no last one. Any existing row will do, since it is not used.
     if pooling == "cls":
         rows = hidden.index_select(0, starts.clamp_max(len(hidden) - 1)).float()
     elif pooling == "last":
@@ -54,26 +49,25 @@ def pool(hidden: torch.Tensor, spans: Spans, pooling: Pooling) -> torch.Tensor:
     else:
         tokens = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device)
         places = torch.searchsorted(stops, tokens, right=True).clamp_max(len(starts) - 1)
-        weights = (tokens - starts[places] + 1).float().unsqueeze(1)  # of tokens in no span anything: they are not used
+        weights = (tokens - starts[places] + 1).float().unsqueeze(1)  # tokens in no span get any weight: it is not used
         counts = (stops - starts).float()
         rows = _reduce(hidden.float() * weights, spans, "sum") / (counts * (counts + 1) / 2).clamp_min(1).unsqueeze(1)
     return torch.where((stops > starts).unsqueeze(1), rows, 0.0)
 
 
 def total(values: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """The sum over each span, in the order of its tokens, 0 over one without: float32 [tokens, columns] to [rows,
-    columns]."""
+    """The sum over each span in the order of its tokens: float32 [tokens, columns] to [rows, columns]."""
     return _reduce(values, spans, "sum")
 
 
 def finish(
     rows: torch.Tensor, dimensions: torch.Tensor, normalize: torch.Tensor, encodings: torch.Tensor
 ) -> torch.Tensor:
-    """What was asked for of each row: the first columns, as float32 (at unit length or as they are), int8 or bits.
+    """Each row in the form that its client wants: the first columns as float32 (perhaps at unit length), int8 or bits.
 
     Args:
         rows: float32 [rows, columns].
-        dimensions: int32 [rows], how many columns count.
+        dimensions: int32 [rows], how many columns the client wants.
         normalize: int32 [rows]; where it is 1, a float32 row is divided by its Euclidean norm (of at least 1e-12).
         encodings: int32 [rows], FLOAT32, INT8 or BINARY. int8 is round(tanh(x) * 127), a half to the even side;
             a bit is 1 where x >= 0, the first column's in the lowest bit of the first byte.
@@ -94,7 +88,7 @@ def finish(
     divisors = torch.where(normalize.unsqueeze(1) != 0, norms.clamp_min(_LEAST_NORM), 1.0)
     divisors = torch.where(finite, divisors, torch.nan)
     floats = rows / divisors
-    if not rows.is_cuda and not encodings.any():  # on a device the question would wait for it
+    if not rows.is_cuda and not encodings.any():  # on a GPU this question would wait for the device
         flags = _widen(finite.to(torch.uint8), FLAG_BYTES)
         return torch.cat((flags, floats.view(torch.uint8)), dim=1)
     whole = torch.where(finite, rows, 0.0)
@@ -102,13 +96,13 @@ def finish(
     bits = _pack((rows >= 0) & counts & finite)  # [rows, ceil(columns / 8)]
     encoding = encodings.unsqueeze(1)
     quantised = _widen(torch.where(encoding == INT8, integers, _widen(bits, num_columns)), 4 * num_columns)
-    # Four bytes at once; as integers, since nothing promises that what reads as a NaN keeps its bits.
+    # Four bytes at once, as integers: a float that reads as a NaN may not keep its bits.
     chosen = torch.where(encoding == FLOAT32, floats.view(torch.int32), quantised.view(torch.int32))
     return torch.cat((_widen(finite.to(torch.uint8), FLAG_BYTES), chosen.view(torch.uint8)), dim=1)
 
 
 def _reduce(hidden: torch.Tensor, spans: Spans, how: str) -> torch.Tensor:
-    # Of spans and of what lies between them in turn; there is nothing to check, since all is given in order.
+    # Segments are the spans and the gaps between them, in turn. They are in order, so nothing has to be checked.
     sides = torch.stack(spans, dim=1).flatten().long()
     reduced: torch.Tensor = torch.segment_reduce(hidden, how, offsets=sides, axis=0, unsafe=True)
     return reduced[::2]

@@ -4,13 +4,12 @@ Source: Su et al., RoFormer (2021); the scalings, which let a model take longer 
 defaults of their fields as in transformers' `modeling_rope_utils`: linear, dynamic (NTK), yarn (Peng et al., YaRN,
 2023), llama3. Another one, or a field in one that is not known of it, stops the start.
 
-How long a text may be is a decision of this file, since transformers turns by any position. `max_position_embeddings`
-is the limit that sentence-transformers sets where no `max_seq_length` does. It is kept, but where the scaling itself
-says that more was meant: yarn reaches factor times the length that it was trained on (a file made as Qwen's manual says
-keeps the trained length in `max_position_embeddings`), and dynamic scaling begins only beyond
-`max_position_embeddings`, so it reaches factor times that. Linear is not extended: in most files the field is the
-scaled length already, and a table of factor times as many rows would be made for nothing. A text beyond the limit is
-never turned by made-up angles: it is refused or cut.
+This file decides how long a text may be, since transformers turns by any position. sentence-transformers takes
+`max_position_embeddings` as the limit if no `max_seq_length` is declared, and so does this file. Two scalings say that
+more is meant. Yarn reaches factor times the trained length, which a file made by Qwen's manual keeps in
+`max_position_embeddings`. Dynamic scaling begins only beyond `max_position_embeddings`, so it reaches factor times
+that. Linear scaling is not extended: in most files the field is the scaled length already, and a table of factor times
+as many rows would be made for nothing. A text beyond the limit is never turned by made-up angles: it is refused or cut.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+from worker.checkpoint.files import MAX_POSITIONS
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +51,11 @@ _TYPES: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 
-# By which texts may become longer. Beyond it tables that are as long as a text may be would not fit anywhere.
+# The largest factor by which texts may become longer: with a larger one, tables would not fit anywhere.
 _LARGEST_FACTOR = 1024.0
 
-# More than any model takes: what is beyond was not meant, and its tables would fill the memory.
-MAX_POSITIONS = 2**22
-
-# Of yarn: rotations within the trained length, above which a column keeps its frequency, and below which it is slowed.
+# Yarn's defaults: a column with more rotations within the trained length than the first keeps its frequency, and one
+# with fewer than the second is slowed.
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 
@@ -79,7 +78,7 @@ class DynamicScaling:
     trained_length: int  # tokens
 
     def frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
-        """Of texts of up to the trained length."""
+        """Radians a position, for texts of up to the trained length."""
         return 1.0 / periods
 
 
@@ -177,12 +176,12 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What all cosines and sines are multiplied by."""
+        """The factor of all cosines and sines."""
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     @property
     def num_lengths(self) -> int:
-        """Of texts that turn by frequencies of their own: rows of `frequencies_by_length`, 0 if there are none."""
+        """The number of lengths with frequencies of their own: rows of `frequencies_by_length`, 0 if there are none."""
         if not isinstance(self.scaling, DynamicScaling):
             return 0
         return self.num_positions + 1 - self.scaling.trained_length

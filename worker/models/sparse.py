@@ -27,13 +27,13 @@ from torch import nn
 from torch.nn import functional
 
 from common.wire.rows import MAX_FRAME_BYTES
-from worker.batch.lazy import Rows
+from worker.batch.lazy import FLAG_BYTES, Rows
 from worker.checkpoint.files import ModelError
 from worker.checkpoint.weights import fit, open_weights
 from worker.models.heads import Head, Scorer
 from worker.models.layers import ACTIVATIONS
 from worker.models.output import Output
-from worker.models.pooling import FLAG_BYTES, pool, total
+from worker.models.pooling import pool, total
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -202,7 +202,7 @@ def build_sparse(checkpoint: Checkpoint, body: Model, device: torch.device) -> t
     # Source: transformers' `tie_weights`: what is stored counts, even if config.json says that it is tied.
     head.untie(weight=has_weight, bias=has_bias)
     head.to(device)
-    return model, SparseOutput(head, checkpoint.splade, body.vocab_size)
+    return model, SparseOutput(head, checkpoint.splade, body.shape.vocab_size)
 
 
 # --- the heads of transformers' classes ---
@@ -232,7 +232,7 @@ def _head(names: _HeadNames, body: Model, epsilon: float, activation: str | None
     # The body has read the same field, and refused what is not in here.
     function = ACTIVATIONS[activation or ""].function
     table = body.checkpoint_tensors()[names.table]
-    return VocabularyHead(names, body.hidden_size, epsilon, function, table)
+    return VocabularyHead(names, body.shape.hidden_size, epsilon, function, table)
 
 
 _HEADS: Mapping[str, Callable[[JsonFile, Model], VocabularyHead]] = MappingProxyType(

@@ -100,8 +100,9 @@ def _find_table(weights: Weights, model: Model, answers: AnswerTokens) -> Stored
             names = listed([tensor.name for tensor in fitted.unused])
             why = f"and not tied to the embeddings ({names})"
         raise ModelError(f"{weights.source}: {_HEAD_TABLE} is missing, {why}.")
-    if table.shape != (model.vocab_size, model.hidden_size) or table.dtype not in FLOAT_DTYPES:
-        raise ModelError(f"{table.place}: a table of {[model.vocab_size, model.hidden_size]} floats is needed.")
+    needed = (model.shape.vocab_size, model.shape.hidden_size)
+    if table.shape != needed or table.dtype not in FLOAT_DTYPES:
+        raise ModelError(f"{table.place}: a table of {list(needed)} floats is needed.")
     return table
 
 

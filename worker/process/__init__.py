@@ -1,1 +1,1 @@
-"""The worker as a process: its socket, its state machine, its threads, its place on the machine."""
+"""The worker as a process: its socket, its state machine, its threads, its cores and memory."""

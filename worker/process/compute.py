@@ -1,13 +1,14 @@
-"""The threads behind the socket's: one owns the device and launches, one waits for what was launched.
+"""The threads behind the socket's: one owns the device and launches, one waits for the launched steps.
 
-The server's thread owns the socket, so that it can say that this process lives while a step runs. Batches go in
-through a queue; outcomes come back through another, each announced on an eventfd that the server polls. No queue needs
-a bound of its own: the server takes no more than two batches at once.
+The server's thread owns the socket, so that it can report that this process lives while a step runs. Batches go in
+through one queue and outcomes come back through another. Each outcome is announced on an eventfd that the server polls.
+The queues need no bound of their own: the server takes no more than two batches at once.
 
     server ─batch→ launcher: Engine.step ─LazyTensor→ collector: waits, asleep ─outcome→ server
 
-The launcher does not wait for a step to end, so the next one is launched behind the running one. What is ready at once
-(always so on a CPU) it hands on itself. When no batch has come for a moment it lets the engine tend to its graphs.
+The launcher does not wait for a step to end, so the next one is launched behind the running one. A result that is ready
+at once, as always on a CPU, it hands on itself. When no batch has come for a moment, the engine does idle work: it
+captures a graph.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 1000
-_IDLE_S = 0.02  # without a batch; a client that waits for its answer before it asks again is back sooner
+_IDLE_S = 0.02  # without a batch, before idle work; a client that sends one request after another is back sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The engine cannot be built, its device is lost, or a thread has ended by a bug: no more outcomes will come."""
+    """The engine cannot be built, its device is lost, or a bug has ended a thread: no more outcomes will come."""
 
     error: Exception
 
@@ -62,7 +63,7 @@ class _Step:
     batch: Batch
     arrived_ns: int
     launched_ns: int  # when its launch began
-    rows: LazyTensor | None = None  # until it is launched
+    rows: LazyTensor | None = None  # None until it is launched
     returned_ns: int = 0  # when its launch was over
 
 
@@ -73,20 +74,20 @@ class Compute:
         self._build = build
         self._metrics = metrics
         self._profiler = profiler
-        self._batches: queue.SimpleQueue[tuple[Batch, int] | None] = queue.SimpleQueue()  # with when it came
+        self._batches: queue.SimpleQueue[tuple[Batch, int] | None] = queue.SimpleQueue()  # and when it came
         self._launched: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._running: deque[_Step] = deque()  # the oldest first; each step leaves it once, wherever it ends
+        self._running: deque[_Step] = deque()  # the oldest first; each step leaves it once, however it ends
         self._finished_ns = 0
-        # Readable while outcomes wait. Left open at the end: a thread that is still in a step may yet write to it.
+        # Readable while outcomes wait. It stays open at the end, since a thread in a step may still write to it.
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Daemons: where a step hangs, the process must still be able to end.
+        # Daemons: if a step hangs, the process must still be able to end.
         self._launcher = threading.Thread(target=self._launch_all, name="launcher", daemon=True)
         self._collector = threading.Thread(target=self._collect_all, name="collector", daemon=True)
 
     @property
     def step_began_s(self) -> float | None:
-        """When the oldest step that has not ended began, on time.monotonic()'s clock."""
+        """When the oldest running step began, on time.monotonic()'s clock; None: none runs."""
         try:
             return max(self._running[0].launched_ns, self._finished_ns) / 1e9
         except IndexError:
@@ -108,7 +109,7 @@ class Compute:
             return
 
     def take_outcomes(self) -> list[Outcome]:
-        """What has come about since the last call."""
+        """The outcomes since the last call."""
         try:
             os.eventfd_read(self.wakeup_fd)
         except BlockingIOError:
@@ -121,7 +122,7 @@ class Compute:
             return outcomes
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the threads end after what is queued, and wait so long for them; whether they have ended."""
+        """Let the threads end after the queued batches, and wait up to `timeout_s`; whether they have ended."""
         deadline_s = time.monotonic() + timeout_s
         self._batches.put(None)
         for thread in (self._launcher, self._collector):
@@ -143,12 +144,12 @@ class Compute:
             self._launched.put(None)
 
     def _next_batch(self, engine: Engine) -> tuple[Batch, int] | None:
-        """The next batch and when it came, as soon as there is one; None when there will be none."""
+        """The next batch and when it came, as soon as there is one; None: there will be none."""
         while True:
             try:
-                return self._batches.get(timeout=_IDLE_S if engine.has_chores else None)
+                return self._batches.get(timeout=_IDLE_S if engine.has_idle_work else None)
             except queue.Empty:
-                engine.tend()
+                engine.idle_work()
 
     def _launch(self, engine: Engine, batch: Batch, arrived_ns: int) -> None:
         step = _Step(batch, arrived_ns, time.monotonic_ns())
@@ -178,18 +179,18 @@ class Compute:
         except Exception as error:  # noqa: BLE001  # as the launcher's
             self._put(Broken(_cause(self._engine, error)))
 
-    # --- on either; of one step, one of them ---
+    # --- on either thread; one of them for each step ---
 
     def _collect(self, step: _Step) -> None:
         """Wait for a step's rows and hand them on."""
         assert step.rows is not None
         try:
             result = step.rows.numpy()
-        except Exception as error:  # noqa: BLE001  # what the device did wrong shows only here
+        except Exception as error:  # noqa: BLE001  # errors of the device show only here
             self._finished_ns = time.monotonic_ns()
             self._fail(step, error)
             return
-        # A step that was launched behind another has run since that one's end.
+        # A step that was launched behind another began when that one ended.
         began_ns = max(step.launched_ns, self._finished_ns)
         self._finished_ns = time.monotonic_ns()
         duration_ns = self._finished_ns - began_ns
@@ -200,16 +201,16 @@ class Compute:
         ids, waited_ns = (step.batch.epoch, step.batch.batch_id), began_ns - step.arrived_ns
         times_us = max(0, waited_ns) // 1000, duration_ns // 1000
         self._put(Result(*ids, *times_us, step.rows.is_typical, nonfinite, result.rows, pieces))
-        self._running.remove(step)  # only now: the launcher hands on what it finds to be the oldest itself
-        # After the answer is on its way: it costs tens of microseconds.
+        self._running.remove(step)  # only now: the launcher itself hands on a step that it finds to be the oldest
+        # After the answer has been handed on: this costs tens of microseconds.
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(duration_ns / 1e9)
         if len(nonfinite):
             self._metrics.nonfinite_rows.inc(len(nonfinite))
 
     def _fail(self, step: _Step, error: Exception) -> None:
-        # Raises DeviceLost where nothing will ever run again: that ends the thread, and so the process. The batch is
-        # not answered then: the scheduler runs it elsewhere, as all that a dead worker held.
+        # Raises DeviceLost if nothing will ever run again, which ends the thread and so the process. The batch is not
+        # answered then: the scheduler runs it elsewhere, as every batch of a dead worker.
         self._engine.check_device(error)
         logger.error("batch %d failed", step.batch.batch_id, exc_info=error)
         self._metrics.step_failures.inc()
@@ -224,7 +225,7 @@ class Compute:
 
 
 def _times_of(step: _Step, progress: Progress, began_ns: int, copied_ns: int) -> StepTimes:
-    """What this side knows of a step; the server knows when the batch came, and when its answer goes."""
+    """The times of a step that are known here. The server knows when the batch came and when its answer goes."""
     taken_ns = step.launched_ns
     staged_ns = progress.staged_ns or taken_ns
     computed_ns = progress.computed_ns or copied_ns
@@ -236,7 +237,7 @@ def _times_of(step: _Step, progress: Progress, began_ns: int, copied_ns: int) ->
 
 
 def _cause(engine: Engine | None, error: Exception) -> Exception:
-    """The error itself, or that the device is lost, which errors of many kinds may be signs of."""
+    """The error itself, or DeviceLost if the device is lost: errors of many kinds may be signs of that."""
     try:
         if engine is not None:
             engine.check_device(error)

@@ -188,18 +188,19 @@ def _plain(value: object) -> object:
 
 
 def _model_facts(model: Model) -> Facts:
+    shape = model.shape
     return {
         "code": type(model).__module__,
-        "hidden_size": model.hidden_size,
-        "layers": model.num_layers,
-        "heads": model.num_heads,
-        "kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size,
-        "positions": model.max_positions,
-        "causal": model.causal,
-        "windowed": model.windowed,
-        "biased": model.biased,
+        "hidden_size": shape.hidden_size,
+        "layers": shape.num_layers,
+        "heads": shape.num_heads,
+        "kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "positions": shape.max_positions,
+        "causal": shape.causal,
+        "windowed": shape.windowed,
+        "biased": shape.biased,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 

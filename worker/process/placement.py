@@ -1,8 +1,8 @@
-"""A worker of a GPU runs on the cores and in the memory that are nearest to it, where a host has several NUMA nodes.
+"""A GPU's worker runs on the cores and in the memory nearest to its GPU, if the host has several NUMA nodes.
 
-A copy to a device that hangs on the other socket crosses the link between them, and so does every launch. What a GPU
-is near is read from the files of the kernel and the driver, so that it is known before CUDA is initialised and before
-the threads that use it: what this thread starts and allocates later follows.
+A copy to a GPU on the other socket crosses the link between the sockets, and so does every launch. The node of a GPU is
+read from files of the kernel and the driver, before CUDA is initialised and before the threads that use it start. What
+this thread starts and allocates later follows.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_MPOL_PREFERRED = 1  # of this node while it has any free memory, of another one then
+_MPOL_PREFERRED = 1  # memory of this node while it has some, then of another
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the system call's number
 _MAX_NODES = 1024
 
 
 def pin(slot: int, visible: list[str] | None, root: Path = Path("/")) -> None:
-    """Keep the calling thread, and all that it starts, to the NUMA node of the GPU of this slot.
+    """Keep the calling thread, and all threads that it starts, to the NUMA node of this slot's GPU.
 
-    Does nothing where there is one node, where the node is not told, or where none of its cores may be used here.
+    Does nothing if there is one node, if the node is unknown, or if none of its cores may be used here.
 
     Args:
-        visible: what CUDA_VISIBLE_DEVICES has, None without it; a slot counts in it, and begins again at its end.
+        visible: the devices of CUDA_VISIBLE_DEVICES, None without it; slots beyond the last begin again at the first.
         root: of the file system.
     """
     bus_id = _bus_id(slot, visible, root)
@@ -48,9 +48,9 @@ def pin(slot: int, visible: list[str] | None, root: Path = Path("/")) -> None:
 
 
 def _bus_id(slot: int, visible: list[str] | None, root: Path) -> str | None:
-    """The PCI address of a slot's GPU, as /sys has it.
+    """The PCI address of a slot's GPU, in the form of /sys.
 
-    CUDA counts GPUs by their speed and then by their address: alike ones, as here, by their address.
+    CUDA counts GPUs by speed and then by address. These are alike, so the address decides.
     """
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
     if not folders:
@@ -79,7 +79,7 @@ def _node(bus_id: str, root: Path) -> int | None:
 
 
 def _cores(cpulist: str) -> set[int]:
-    """Of the kernel's list of ranges: `0-3,8` is {0, 1, 2, 3, 8}."""
+    """The numbers in the kernel's list of ranges: `0-3,8` is {0, 1, 2, 3, 8}."""
     cores: set[int] = set()
     for span in cpulist.strip().split(","):
         first, _, last = span.partition("-")
@@ -96,5 +96,5 @@ def _prefer_memory(node: int) -> None:
     mask[node // 64] = 1 << (node % 64)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(number, _MPOL_PREFERRED, mask, _MAX_NODES):
-        # Not allowed in some containers. Memory is then taken where the thread runs, which is the same node mostly.
+        # Some containers forbid it. Memory is then taken where the thread runs, which is usually the same node.
         logger.info("memory of NUMA node %d cannot be asked for: %s", node, os.strerror(ctypes.get_errno()))

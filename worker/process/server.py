@@ -1,7 +1,7 @@
 """The worker process: batches from the scheduler in, results back, and signs of life meanwhile.
 
-This thread owns the socket and nothing else, so it beats while a step runs; `Compute` has those around the device. What
-is said and when is decided in `core.py`.
+This thread owns the socket and nothing else, so it sends beats while a step runs. `Compute` has the threads around the
+device. `state.py` decides what is sent, and when.
 
     poll ⇒ Batch → Compute → Engine.step → LazyTensor ⇒ outcome → Result
 """
@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 _LINGER_MS = 500  # for last words
 
-# Without a turn of this loop for so long, since something holds the interpreter, say, the log says where every thread
-# is: half a second later the scheduler gives us up.
+# If this loop has no turn for this time, because something holds the interpreter, say, every thread's stack goes to the
+# log. Half a second later the scheduler gives this worker up.
 _MUTE_S = 1.5
-_WATCH_S = 0.25  # so often that is put off; it takes 0.1 ms
+_WATCH_S = 0.25  # how often the timer is set anew; it takes 0.1 ms
 
-_STOP_S = 0.25  # for the compute thread, which should be idle by then
+_STOP_S = 0.25  # for the compute threads to end, which should be idle by then
 
 
 class Server:
@@ -84,9 +84,9 @@ class Server:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer: transport.Dealer | None = None  # from Ready on
-        self._bad_messages = RateLimitedLog(logger)  # what comes that is no message
+        self._bad_messages = RateLimitedLog(logger)  # bytes that are no message
         self._signals = 0
-        self._signals_told = 0  # of those, to the core
+        self._signals_told = 0  # of these, told to the core
         self._next_watch_s = 0.0
 
     def run(self) -> int:
@@ -116,13 +116,13 @@ class Server:
             self._dealer.close(_LINGER_MS)
         self._context.term()
         if not self._compute.stop(_STOP_S):
-            # It is inside a step, or loads the model. The interpreter would unwind it in the middle of torch's C++,
-            # which aborts the process (status -6); everything that matters has been closed by then.
+            # A thread is inside a step, or loads the model. The interpreter would unwind it in the middle of torch's
+            # C++, which aborts the process (status -6). Everything that matters is closed by then.
             atexit.register(os._exit, core.status)
         return core.status
 
     def _wait(self) -> None:
-        """Until a message, an outcome, a signal, a connection that is waited for, or the next deadline."""
+        """Wait for a message, an outcome, a signal, a missing connection, or the next deadline."""
         poller = zmq.Poller()
         poller.register(self._compute.wakeup_fd, zmq.POLLIN)
         now_s = time.monotonic()
@@ -147,7 +147,7 @@ class Server:
             self._core.on_outcome(outcome, time.monotonic())
 
     def _messages(self) -> list[Message]:
-        """What has arrived on the socket by now."""
+        """The messages that have arrived on the socket by now."""
         messages: list[Message] = []
         while self._dealer is not None:
             try:
@@ -162,14 +162,14 @@ class Server:
         return messages
 
     def _watch(self, now_s: float) -> None:
-        """Have the log say where threads are when this one has no turn, or a step does not end.
+        """Log the threads' stacks if this thread has no turn, or if a step does not end.
 
-        Without a turn for as long as a step may take, the kernel ends the process (SIGALRM, for which there is no
-        handler): the scheduler would have done so sooner, unless it has started since and never heard of this worker.
+        If there is no turn for as long as a step may take, the kernel ends the process (SIGALRM, which has no handler).
+        The scheduler does so sooner, unless it has started since and never heard of this worker.
         """
         if self._dealer is not None and now_s >= self._next_watch_s:
             self._next_watch_s = now_s + _WATCH_S
-            faulthandler.dump_traceback_later(_MUTE_S)  # by a thread that needs no interpreter
+            faulthandler.dump_traceback_later(_MUTE_S)  # from a thread that does not need the interpreter
             signal.setitimer(signal.ITIMER_REAL, self._max_step_s)
         if self._core.is_step_long(self._compute.step_began_s, now_s):
             faulthandler.dump_traceback()

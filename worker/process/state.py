@@ -1,10 +1,10 @@
 """The worker as a state machine: messages, outcomes, signals and the time go in. No socket, no clock, no thread.
 
-What goes out goes through two things that it is given: a `Link`, which sends a message or says that it cannot, and a
-`Device`, which runs batches in the order in which they come. How the process is to end is `status`.
+Two objects take what goes out: a `Link` sends a message or says that it cannot, and a `Device` runs batches in the
+order in which they come. `status` says how the process is to end.
 
-The worker holds only the batches in its hands. A scheduler that was restarted knows none of them: its first `Ping`
-carries a new epoch, whereupon what belongs to the old one is dropped and the worker introduces itself again.
+The worker's only state is the batches that it has not answered. A scheduler that was restarted knows none of them. Its
+first `Ping` carries a new epoch, upon which the worker drops the batches of the old one and introduces itself again.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from worker.checkpoint.files import ModelError
 
 logger = logging.getLogger(__name__)
 
-MAX_STEP_S = 60.0  # the scheduler gives up sooner; this is for a scheduler that has started since, and knows nothing
-_LONG_STEP_PART = 3  # at this part of that the log says where a step is: the scheduler ends us without a word
+MAX_STEP_S = 60.0  # the scheduler gives up sooner, unless it has started since and does not know of the step
+_LONG_STEP_PART = 3  # after a third of that the log says where a step is: the scheduler would end us without a word
 
-_MAX_HELD = 2  # batches: one runs, one waits
+_MAX_HELD = 2  # batches at once: one runs, one waits
 _BEAT_S = 0.25
-_SILENCE_S = 0.75  # three Pings missed: the scheduler may be another one, so introduce ourselves again
+_SILENCE_S = 0.75  # three Pings missed: the scheduler may have been restarted, so say Hello again
 
-# So many introductions without any answer, more than two seconds: the transport has given the connection up by then,
-# and one that comes back under its old routing id may swallow all (transport.py). Come back under a new one.
+# Introductions without any answer, which take more than two seconds. By then the transport has given the connection up,
+# and one that comes back under its old routing id may swallow all messages (transport.py). So a new id is taken.
 _MAX_UNANSWERED = 3
 
 
@@ -54,14 +54,14 @@ class Link(Protocol):
     """The way to the scheduler."""
 
     def send(self, message: Message) -> bool:
-        """Whether it could be sent; if not, it can be once there is a connection."""
+        """Send a message if there is a connection; whether it was sent."""
 
     def reconnect(self) -> None:
-        """Come back as somebody new."""
+        """Come back under a new routing id."""
 
 
 class Device(Protocol):
-    """What runs batches; each comes back as an outcome, unless it was dropped before it began."""
+    """It runs batches. Each comes back as an outcome, unless it was dropped before it began."""
 
     def submit(self, batch: Batch) -> None: ...
 
@@ -69,7 +69,7 @@ class Device(Protocol):
 
 
 class Worker:
-    """Seconds are those of the clock that all processes of a host share (transport.now_ns).
+    """Times are on the clock that all processes of a host share (transport.now_ns).
 
     `joined` is called once a scheduler has taken this worker in.
     """
@@ -85,7 +85,7 @@ class Worker:
         drain_timeout_s: float,
         max_step_s: float = MAX_STEP_S,
     ) -> None:
-        self.status: int | None = None  # with which the process is to end, now
+        self.status: int | None = None  # the exit status, once the process is to end
         self._name = name
         self._pid = pid
         self._device = device
@@ -93,26 +93,26 @@ class Worker:
         self._metrics = metrics
         self._drain_timeout_s = drain_timeout_s
         self._max_step_s = max_step_s
-        self._link: Link | None = None  # once the model is loaded
+        self._link: Link | None = None  # from the loading of the model on
         self._facts: ModelFacts | None = None  # likewise
         self._epoch: int | None = None  # from the first Ping on
-        self._held: set[int] = set()  # batches of this epoch that are not answered
-        # Bounded by what is held, and by what a confused scheduler sends beyond.
+        self._held: set[int] = set()  # ids of this epoch's batches that are not answered
+        # Bounded by the batches held, and by those that a confused scheduler sends beyond.
         self._unsent: deque[StepTimes | Result | BatchFailed] = deque()
-        self._received_ns: dict[int, int] = {}  # when batches came that are followed and not answered
+        self._received_ns: dict[int, int] = {}  # when traced batches came, until they are answered
         self._drain_deadline_s: float | None = None
         self._next_beat_s = 0.0
         self._next_hello_s = 0.0
         self._unanswered = 0
-        self._told_of_s: float | None = None  # when the step began that the log tells of
+        self._told_of_s: float | None = None  # when the step began that was logged as long
 
     @property
     def num_held(self) -> int:
-        """Batches that are not answered."""
+        """The number of batches that are not answered."""
         return len(self._held)
 
     def next_tick_s(self, now_s: float) -> float | None:
-        """When `on_tick` is due though nothing happens; None: whenever something does."""
+        """When `on_tick` is due if nothing happens before; None: not until something happens."""
         deadlines_s = [] if self._drain_deadline_s is None else [self._drain_deadline_s]
         if self._link is not None:
             deadlines_s.append(self._next_beat_s)
@@ -132,7 +132,7 @@ class Worker:
         self._link = link
 
     def on_broken(self, error: Exception) -> None:
-        """The device will run nothing any more, or never could."""
+        """The device will run nothing any more, or could not be opened."""
         if isinstance(error, (ModelNotFound, ModelError)):
             logger.error("%s", error)
             self.status = EX_CONFIG
@@ -144,9 +144,9 @@ class Worker:
             self.status = EX_FAILURE
 
     def on_outcome(self, outcome: StepTimes | Result | BatchFailed, now_s: float) -> None:
-        """A batch has ended; of one that is followed its times come right before."""
+        """A batch has ended. The times of a traced batch come right before its result."""
         if outcome.epoch != self._epoch or outcome.batch_id not in self._held:
-            self._metrics.stale_messages.inc()  # nobody waits for it any more
+            self._metrics.stale_messages.inc()  # no process waits for it any more
         elif isinstance(outcome, StepTimes):
             self._on_times(outcome, now_s)
         else:
@@ -164,7 +164,7 @@ class Worker:
             self._metrics.protocol_errors.labels("worker").inc()
 
     def on_signal(self, now_s: float) -> None:
-        """Told to stop: finish what is in hand. Told twice, or with nothing in hand yet: at once."""
+        """Stop after the batches in hand; at once if it is the second signal, or before the model is loaded."""
         if self.status is not None:
             return
         if self._link is None or self._drain_deadline_s is not None:
@@ -178,13 +178,13 @@ class Worker:
         if batch.epoch != self._epoch:
             self._metrics.stale_messages.inc()
         elif self._drain_deadline_s is not None:
-            pass  # not taken: our Goodbye tells the scheduler to run it elsewhere
+            pass  # not taken: the Goodbye tells the scheduler to run it elsewhere
         elif batch.batch_id in self._held:
             self._metrics.protocol_errors.labels("worker").inc()  # sent twice; its one answer will come
         else:
             if len(self._held) >= _MAX_HELD:
-                # A connection broke and came back, and the scheduler has taken this worker for a new one, which counts
-                # from nothing. What it had sent before runs elsewhere by now; its result will be of no use.
+                # A connection broke and came back, and the scheduler takes this worker for a new one that holds
+                # nothing. The batches that it had sent before run elsewhere by now; their results are of no use.
                 self._held.discard(min(self._held))
             self._held.add(batch.batch_id)
             if len(batch.times_ns):
@@ -221,9 +221,9 @@ class Worker:
     # --- what goes out ---
 
     def on_tick(self, now_s: float) -> None:
-        """Send what waits and what the time asks for. Call it at `next_tick_s`, and after all that has arrived.
+        """Send the messages that wait or are due. Call it at `next_tick_s`, and after all arrivals.
 
-        What cannot be sent now waits for a connection.
+        A message that cannot be sent now waits for a connection.
         """
         if self._link is None or self._facts is None:
             return
@@ -231,7 +231,7 @@ class Worker:
             self._introduce(self._link, self._facts, now_s)
         while self._unsent and self._link.send(self._unsent[0]):
             sent = self._unsent.popleft()
-            if not isinstance(sent, StepTimes):  # which comes before a Result, and gives nothing back
+            if not isinstance(sent, StepTimes):  # these come before a Result and do not answer the batch
                 self._held.discard(sent.batch_id)
         if now_s >= self._next_beat_s:
             self._beat(self._link, now_s)
@@ -242,7 +242,7 @@ class Worker:
         if self._unanswered >= _MAX_UNANSWERED:
             logger.warning("nobody has answered %d introductions; reconnecting", self._unanswered)
             self._unanswered = 0
-            self._drop_all()  # who takes us in again counts from nothing, and has what we held run again
+            self._drop_all()  # the scheduler will take us for a new worker, and run these batches again
             link.reconnect()
         if link.send(Hello(PROTOCOL_VERSION, self._name, self._pid, facts)):
             self._unanswered += 1
@@ -250,18 +250,18 @@ class Worker:
 
     def _beat(self, link: Link, now_s: float) -> None:
         self._next_beat_s = now_s + _BEAT_S
-        # Draining, it declines batches; its Goodbye gives them back, so they are not missing.
+        # While draining, the worker declines batches. Its Goodbye gives them back, so they are not missing.
         held = len(self._held) if self._drain_deadline_s is None else _MAX_HELD
         if self._epoch is not None and not link.send(Beat(self._epoch, held)):
-            # No connection, so the scheduler has ended. The next one hears of us as soon as it is there.
+            # There is no connection, so the scheduler has ended. The next one gets a Hello as soon as it is there.
             self._next_hello_s = now_s
 
     # --- the end ---
 
     def is_step_long(self, began_s: float | None, now_s: float) -> bool:
-        """Judge the step that runs, by when it began; whether the log should tell where it is.
+        """Whether the log should say where the running step is; sets `status` if the step counts as stuck.
 
-        That is so once well before the step counts as stuck, and when it does, which sets `status`.
+        The log says it once well before that, and once then.
         """
         if self.status is not None or began_s is None or now_s - began_s < self._max_step_s / _LONG_STEP_PART:
             return False

@@ -9,7 +9,15 @@ import torch
 import tests.worker.kernels  # noqa: F401  # chooses the interpreter before Triton is imported
 from tests.models import make_batch
 from tests.worker.kernels import DEVICE
-from worker.batch.ragged import HEAD_WORDS, NEXT_SLOT, OUTPUT_ADDRESS, OUTPUT_WORDS, Capacity, HostArrays, worked_out
+from worker.batch.capacity import (
+    HEAD_WORDS,
+    NEXT_SLOT,
+    OUTPUT_ADDRESS,
+    OUTPUT_WORDS,
+    Capacity,
+    HostArrays,
+    worked_out,
+)
 from worker.kernels.step import fetch, publish
 
 SLOTS = 3

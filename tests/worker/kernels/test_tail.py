@@ -9,10 +9,11 @@ import torch
 
 from common.wire.rows import BINARY, FLOAT32, INT8
 from tests.worker.kernels import DEVICE
+from worker.batch.lazy import FLAG_BYTES
+from worker.batch.ragged import Spans
 from worker.checkpoint.modules import Pooling
 from worker.kernels.tail import finish, pool, pool_and_finish
 from worker.models import pooling as plain
-from worker.models.pooling import FLAG_BYTES, Spans
 
 poolings = pytest.mark.parametrize("pooling", get_args(Pooling))
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

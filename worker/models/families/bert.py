@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import read_activation, read_num_heads
+from worker.models.interface import ModelShape
 from worker.models.layers import Activation, Embedding, LayerNorm, Linear, is_fusible, tensors_of
 
 if TYPE_CHECKING:
@@ -61,26 +63,32 @@ class BertConfig:
             epsilon=config.number("layer_norm_eps"),
         )
 
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.hidden_size // self.num_heads,
+            has_token_types=self.num_types > 1,
+        )
+
 
 class BertModel(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.num_layers = config.num_layers
-        self.num_heads = self.num_kv_heads = config.num_heads
-        self.head_dim = config.hidden_size // config.num_heads
-        self.causal = False
-        self.windowed = self.biased = False
-        self.has_token_types = config.num_types > 1
+        self.shape = config.shape
         self.embeddings = BertEmbeddings(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_layers))
+        self._mask = Mask(causal=False)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         hidden: torch.Tensor = self.embeddings(batch)
         for layer in self.layers:
-            hidden = layer(hidden, batch)
+            hidden = layer(hidden, batch, self._mask)
         return hidden
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
@@ -153,10 +161,10 @@ class BertLayer(nn.Module):
         self._num_heads = config.num_heads
         self._head_dim = hidden_size // config.num_heads
 
-    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: RaggedBatch, mask: Mask) -> torch.Tensor:
         qkv = self.qkv(hidden).view(-1, 3, self._num_heads, self._head_dim)  # [tokens, 3, heads, head_dim]
         query, key, value = qkv.unbind(1)
-        attended = batch.attention(query, key, value, batch, causal=False, bias=bias).flatten(1)  # [tokens, hidden]
+        attended = batch.attention(query, key, value, batch, mask).flatten(1)  # [tokens, hidden]
         hidden = self.attention_norm(self.attention_output(attended, hidden))
         output: torch.Tensor = self.output_norm(self.down(self.up(hidden), hidden))
         return output

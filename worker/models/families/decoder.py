@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import GLOBAL, LOCAL, read_activation, read_num_kv_heads
+from worker.models.interface import ModelShape
 from worker.models.layers import (
     Activation,
     Embedding,
@@ -70,6 +72,20 @@ class DecoderConfig:
     @property
     def max_positions(self) -> int:
         return self.rope.num_positions
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            causal=self.causal,
+            windowed=any(window is not None for window in self.windows),
+        )
 
     @classmethod
     def read(
@@ -178,16 +194,7 @@ def _first_windowed_layer(config: JsonFile) -> int:
 class DecoderModel(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.num_layers = config.num_layers
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.causal = config.causal
-        self.windowed = any(window is not None for window in config.windows)
-        self.biased = self.has_token_types = False
+        self.shape = config.shape
         self.embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(config.rope)
         self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
@@ -238,13 +245,11 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMlp(
             hidden_size, config.intermediate_size, config.activation, bias=config.mlp_bias, down_bias=config.mlp_bias
         )
-        self._causal = config.causal
-        self._window = window
+        self._mask = Mask(config.causal, window)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
         query, key, value = self.qkv(self.attention_norm(hidden), rotation)
-        # [tokens, heads, head_dim]
-        attended = batch.attention(query, key, value, batch, causal=self._causal, window=self._window)
+        attended = batch.attention(query, key, value, batch, self._mask)  # [tokens, heads, head_dim]
         hidden = self.attention_output(attended.flatten(1), hidden)
         output: torch.Tensor = self.mlp(self.mlp_norm(hidden), hidden)
         return output

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import (
     GLOBAL,
     LOCAL,
@@ -32,6 +33,7 @@ from worker.models.families.reading import (
     read_num_kv_heads,
     read_rope,
 )
+from worker.models.interface import ModelShape
 from worker.models.layers import (
     Activation,
     Embedding,
@@ -115,24 +117,28 @@ class Gemma3Config:
             ropes=ropes,
         )
 
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            num_layers=len(self.layer_types),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            causal=self.causal,
+            windowed=self.window is not None,
+        )
+
 
 class Gemma3Model(nn.Module):
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.num_layers = len(config.layer_types)
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.causal = config.causal
-        self.windowed = config.window is not None
-        self.biased = False
-        self.has_token_types = False
+        self.shape = config.shape
         self.embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = nn.ModuleDict({layer_type: RotaryTable(rope) for layer_type, rope in config.ropes.items()})
-        self.layers = nn.ModuleList(Gemma3Layer(config, index) for index in range(self.num_layers))
+        self.layers = nn.ModuleList(Gemma3Layer(config, index) for index in range(len(config.layer_types)))
         self.norm = RMSNorm(config.hidden_size, config.epsilon, offset=_NORM_OFFSET)
         self._layer_types = config.layer_types
 
@@ -140,7 +146,7 @@ class Gemma3Model(nn.Module):
         hidden: torch.Tensor = self.embeddings(batch.token_ids)  # [tokens, hidden]
         if batch.reference:
             hidden = hidden.float()
-        hidden.mul_(torch.tensor(self.hidden_size**0.5, dtype=hidden.dtype, device="cpu").item())
+        hidden.mul_(torch.tensor(self.shape.hidden_size**0.5, dtype=hidden.dtype, device="cpu").item())
         rotations = rotations_at(self.rotary, batch)
         for layer, layer_type in zip(self.layers, self._layer_types, strict=True):
             hidden = layer(hidden, batch, rotations[layer_type])
@@ -178,15 +184,14 @@ class Gemma3Layer(nn.Module):
         self.mlp_norm = RMSNorm(hidden_size, epsilon, offset=_NORM_OFFSET)
         self.mlp = GatedMlp(hidden_size, config.intermediate_size, config.activation)
         self.output_norm = RMSNorm(hidden_size, epsilon, offset=_NORM_OFFSET)
-        self._causal = config.causal
         self._query_scale = config.query_scale
-        self._window = config.window if config.layer_types[index] == LOCAL else None
+        self._mask = Mask(config.causal, config.window if config.layer_types[index] == LOCAL else None)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
         query, key, value = self.qkv(self.attention_norm(hidden), rotation)
         if self._query_scale != 1.0:
             query.mul_(self._query_scale)
-        attended = batch.attention(query, key, value, batch, causal=self._causal, window=self._window)
+        attended = batch.attention(query, key, value, batch, self._mask)
         hidden = hidden + self.attended_norm(self.attention_output(attended.flatten(1)))
         output: torch.Tensor = hidden + self.output_norm(self.mlp(self.mlp_norm(hidden)))
         return output

@@ -78,7 +78,7 @@ class GteModel(NomicBertModel):
 
 
 class UpGateMlp(nn.Module):
-    """`worker.layers.GatedMlp` with a weight whose first half is up: a stored tensor fills one parameter, as it is.
+    """`worker.models.layers.GatedMlp` with a weight whose first half is up: a stored tensor fills one parameter.
 
     On a GPU up and gate are two products, the activation fused into the gate's: the kernel that joins the halves of one
     takes the gate first.

@@ -10,7 +10,7 @@ keys. A local layer turns by angles of its own base.
 config.json says which layers are local in one of two ways (`global_attn_every_n_layers`; since transformers 5
 `layer_types`), and by what they turn in one of two ways (`global_rope_theta` and `local_rope_theta`;
 `rope_parameters`). One of each has to be there: transformers' defaults are not assumed. Gemma 3 says it in the same
-ways under other names; `worker.models.reading` reads both.
+ways under other names; `worker.models.families.reading` reads both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import GLOBAL, LOCAL, read_activation, read_layer_types, read_num_heads, read_rope
+from worker.models.interface import ModelShape
 from worker.models.layers import (
     Activation,
     Embedding,
@@ -100,24 +102,28 @@ class ModernBertConfig:
             ropes=ropes,
         )
 
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            num_layers=len(self.layer_types),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.hidden_size // self.num_heads,
+            windowed=LOCAL in self.layer_types,
+        )
+
 
 class ModernBertModel(nn.Module):
     def __init__(self, config: ModernBertConfig) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.num_layers = len(config.layer_types)
-        self.num_heads = self.num_kv_heads = config.num_heads
-        self.head_dim = config.hidden_size // config.num_heads
-        self.causal = False
-        self.windowed = LOCAL in config.layer_types
-        self.biased = False
-        self.has_token_types = False
+        self.shape = config.shape
         self.embeddings = Embedding(config.vocab_size, config.hidden_size)
         self.embeddings_norm = LayerNorm(config.hidden_size, config.epsilon, bias=config.norm_bias)
         self.rotary = nn.ModuleDict({layer_type: RotaryTable(rope) for layer_type, rope in config.ropes.items()})
-        self.layers = nn.ModuleList(ModernBertLayer(config, index) for index in range(self.num_layers))
+        self.layers = nn.ModuleList(ModernBertLayer(config, index) for index in range(len(config.layer_types)))
         self.norm = LayerNorm(config.hidden_size, config.epsilon, bias=config.norm_bias)
         self._layer_types = config.layer_types
 
@@ -156,12 +162,12 @@ class ModernBertLayer(nn.Module):
         self.mlp = GatedMlp(
             hidden_size, config.intermediate_size, config.activation, bias=config.mlp_bias, down_bias=config.mlp_bias
         )
-        self._window = config.window if config.layer_types[index] == LOCAL else None
+        self._mask = Mask(causal=False, window=config.window if config.layer_types[index] == LOCAL else None)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
         normed = hidden if self.attention_norm is None else self.attention_norm(hidden)
         query, key, value = self.qkv(normed, rotation)
-        attended = batch.attention(query, key, value, batch, causal=False, window=self._window)
+        attended = batch.attention(query, key, value, batch, self._mask)
         hidden = self.attention_output(attended.flatten(1), hidden)
         output: torch.Tensor = self.mlp(self.mlp_norm(hidden), hidden)
         return output

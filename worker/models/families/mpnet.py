@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
+from worker.batch.ragged import Mask
 from worker.models.families.bert import BertConfig, BertLayer, BertModel, bare_name, check_encoder
 from worker.models.families.reading import read_activation, read_num_heads
 from worker.models.layers import Embedding
@@ -54,7 +56,7 @@ class MPNetModel(BertModel):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
-        self.biased = True
+        self.shape = replace(self.shape, biased=True)
         self.relative_bias = Embedding(_NUM_BUCKETS, config.num_heads)
         buckets = [bucket(distance) for distance in range(-_REACH, _REACH + 1)]
         self.register_buffer("_buckets", torch.tensor(buckets, dtype=torch.int64), persistent=False)
@@ -62,9 +64,10 @@ class MPNetModel(BertModel):
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         hidden: torch.Tensor = self.embeddings(batch)
         bias = self.relative_bias.weight.index_select(0, self._buckets).float().T.contiguous()  # [heads, 2 * reach + 1]
+        mask = Mask(causal=False, bias=bias)
         for layer in self.layers:
             assert isinstance(layer, BertLayer)
-            hidden = layer(hidden, batch, bias)
+            hidden = layer(hidden, batch, mask)
         return hidden
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:

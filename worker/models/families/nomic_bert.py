@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from worker.batch.ragged import Mask
 from worker.models.families.reading import read_activation
+from worker.models.interface import ModelShape
 from worker.models.layers import (
     ACTIVATIONS,
     Activation,
@@ -116,19 +118,24 @@ class NomicBertConfig:
             down_bias=config.flag("mlp_fc2_bias", default=has_own_fields),
         )
 
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            has_token_types=self.num_types > 1,
+        )
+
 
 class NomicBertModel(nn.Module):
     def __init__(self, config: NomicBertConfig) -> None:
         super().__init__()
-        self.hidden_size = config.hidden_size
-        self.vocab_size = config.vocab_size
-        self.max_positions = config.max_positions
-        self.num_layers = config.num_layers
-        self.num_heads = self.num_kv_heads = config.num_heads
-        self.head_dim = config.head_dim
-        self.causal = False
-        self.windowed = self.biased = False
-        self.has_token_types = config.num_types > 1
+        self.shape = config.shape
         self.embeddings = NomicBertEmbeddings(config)
         self.rotary = RotaryTable(config.rope)
         self.layers = nn.ModuleList(NomicBertLayer(config, self.make_mlp(config)) for _ in range(config.num_layers))
@@ -214,10 +221,11 @@ class NomicBertLayer(nn.Module):
         self.attention_norm = LayerNorm(hidden_size, config.epsilon)
         self.mlp = mlp
         self.output_norm = LayerNorm(hidden_size, config.epsilon)
+        self._mask = Mask(causal=False)
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, rotation: Rotation) -> torch.Tensor:
         query, key, value = self.qkv(hidden, rotation)
-        attended = batch.attention(query, key, value, batch, causal=False).flatten(1)  # [tokens, heads * head_dim]
+        attended = batch.attention(query, key, value, batch, self._mask).flatten(1)  # [tokens, heads * head_dim]
         hidden = self.attention_norm(self.attention_output(attended, hidden))
         output: torch.Tensor = self.output_norm(self.mlp(hidden, hidden))
         return output
@@ -315,8 +323,10 @@ def _read_rope(config: JsonFile, head_dim: int, *, has_own_fields: bool) -> Rope
 
 
 def _read_num_positions(config: JsonFile) -> int:
-    """Of the own code, which has no table: `n_positions` says how far it is meant to go. transformers' field beside it
-    is the length of training."""
+    """The limit for the model's own code, which has no table: `n_positions` says how far it is meant to go.
+
+    transformers' field beside it is the trained length.
+    """
     num_positions = config.integer("n_positions")
     if not config.values.get("rotary_scaling_factor"):
         return num_positions

@@ -17,7 +17,7 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
 def read_activation(config: JsonFile, field: str) -> Activation:
-    """Raises ModelError: none is named, or one that `worker.layers` does not have."""
+    """Raises ModelError: none is named, or one that `worker.models.layers` does not have."""
     activation = config.text(field)
     if activation is None or activation not in ACTIVATIONS:
         config.refuse(field, f"{activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
