@@ -13,4 +13,4 @@ ONLINE: Final = "online"
 SCORE: Final = "score"
 BACKFILL: Final = "backfill"
 
-LANES: tuple[Lane, ...] = get_args(Lane)
+LANES: tuple[str, ...] = get_args(Lane)
