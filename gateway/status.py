@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Status = Literal["ready", "starting", "draining", "unavailable"]
+_WORST_FIRST: tuple[Status, ...] = ("unavailable", "draining", "starting", "ready")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class Readiness:
         A model without a name (None) adds its reason only.
         """
         missing = {name: one for name, one in models.items() if one.status != "ready"}
-        statuses = {one.status for one in missing.values()}
+        statuses = {one.status for one in models.values()}
         return cls(
-            "ready" if not missing else "unavailable" if "unavailable" in statuses else "starting",
+            next(status for status in _WORST_FIRST if status in statuses),
             sum(one.workers_ready for one in models.values()),
             sum(one.workers_total for one in models.values()),
             " ".join(one.reason if name is None else f"{name}: {one.reason}" for name, one in missing.items()),
