@@ -24,8 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias, cast
 
-from worker.checkpoint.architectures import check_architecture, check_own_code, is_pplx, makes_chunks, read_hidden_size
-from worker.checkpoint.files import JsonFile, ModelError, sha256_of
+from worker.checkpoint.architectures import Architecture, find_architecture, makes_chunks, read_hidden_size
+from worker.checkpoint.files import MAX_POSITIONS, JsonFile, ModelError, sha256_of
 from worker.checkpoint.modules import (
     SCORING_CLASSES,
     SPARSE_CLASSES,
@@ -39,18 +39,14 @@ from worker.checkpoint.modules import (
 )
 from worker.checkpoint.scoring import (
     MESSAGE,
-    TEMPLATES,
     CrossEncoderFiles,
     Scoring,
     Task,
-    is_classifier,
-    is_language_model,
     read_classifier,
     read_language_model,
 )
-from worker.checkpoint.splade import MASKED_LANGUAGE_MODELS, Splade, check_masked, read_bare, read_splade
+from worker.checkpoint.splade import Splade, check_masked, read_bare, read_splade
 from worker.checkpoint.tokenizer import TokenizerFile
-from worker.models.rope import MAX_POSITIONS
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +109,7 @@ class Checkpoint:
     folder: Path  # where config.json, the weights and tokenizer.json are; mostly the root
     config: JsonFile
     config_sha256: str
-    architecture: str
+    architecture: str  # a name of the table of architectures
     tasks: list[str]  # what it is for, of ModelFacts
     # Their rows stand side by side in this order. None of a scorer and of sparse rows, whose heads say it.
     poolings: tuple[Pooling, ...]
@@ -159,17 +155,17 @@ class Checkpoint:
             logger.info("%s has no modules.json: mean pooling, no normalisation, no prompts", root)
             if config.text("pooling") not in (None, "avg", "mean"):  # llama-embed's own
                 config.refuse("pooling", "without a modules.json only the mean is supported.")
-            if architecture in TEMPLATES:
-                logger.info("%s: if it is a %s, --task score serves it as one", root, TEMPLATES[architecture].model)
-            if architecture in MASKED_LANGUAGE_MODELS:
+            if architecture.template is not None:
+                logger.info("%s: if it is a %s, --task score serves it as one", root, architecture.template.model)
+            if architecture.vocabulary_head is not None:
                 logger.info("%s: if it is a SPLADE, --task sparse serves it as one", root)
             settings = _SentenceSettings({}, None, None)
             transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
             pipeline = Pipeline(("mean",), True, (), False, hidden_size)
-        if pipeline.quantizes and not is_pplx(architecture):
-            raise ModelError(f"{root / 'modules.json'}: type: FlexibleQuantizer is not known of a {architecture}.")
+        if pipeline.quantizes and not architecture.quantizes:
+            raise ModelError(f"{root / 'modules.json'}: type: FlexibleQuantizer is not known of a {architecture.name}.")
         tokenizer = TokenizerFile.read(folder, config)
-        separator_id = tokenizer.separator_id() if makes_chunks(config) else None
+        separator_id = tokenizer.separator_id() if makes_chunks(architecture, config) else None
         # Without modules.json a context model's own code quantises what it has pooled.
         quantizes = pipeline.quantizes or (separator_id is not None and not modules)
         normalize = pipeline.stages[-1:] == (UnitStage(),)
@@ -192,7 +188,7 @@ class Checkpoint:
 
     @classmethod
     def _read_common(
-        cls, root: Path, config: JsonFile, architecture: str, transformer: JsonFile, tokenizer: TokenizerFile
+        cls, root: Path, config: JsonFile, architecture: Architecture, transformer: JsonFile, tokenizer: TokenizerFile
     ) -> Checkpoint:
         """What is read of any model, whatever it is for; the caller says that."""
         folder = config.path.parent
@@ -203,7 +199,7 @@ class Checkpoint:
             folder=folder,
             config=config,
             config_sha256=sha256_of(config.path),
-            architecture=architecture,
+            architecture=architecture.name,
             tasks=[],
             poolings=(),
             include_prompt=True,
@@ -222,7 +218,9 @@ class Checkpoint:
         )
 
     @classmethod
-    def _read_sparse(cls, root: Path, modules: list[Module], config: JsonFile, architecture: str) -> Checkpoint:
+    def _read_sparse(
+        cls, root: Path, modules: list[Module], config: JsonFile, architecture: Architecture
+    ) -> Checkpoint:
         folder = config.path.parent
         vocab_size = config.integer("vocab_size")
         if modules:
@@ -247,15 +245,15 @@ class Checkpoint:
 
     @classmethod
     def _read_scorer(
-        cls, root: Path, modules: list[Module], config: JsonFile, architecture: str, task: Task
+        cls, root: Path, modules: list[Module], config: JsonFile, architecture: Architecture, task: Task
     ) -> Checkpoint:
-        folder = config.path.parent
+        folder, is_classifier = config.path.parent, architecture.score_head is not None
         # Without modules.json sentence-transformers reads neither of its two files of settings.
         transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
         settings, logit_score = JsonFile(root / _SETTINGS, {}), None
         if modules:
             settings = _read_cross_encoder_settings(root)
-            transformer = _read_transformer(folder, _CLASSIFYING if is_classifier(architecture) else _GENERATING)
+            transformer = _read_transformer(folder, _CLASSIFYING if is_classifier else _GENERATING)
             logit_score = JsonFile.read(root / modules[1].folder / "config.json") if modules[1:] else None
         tokenizer = TokenizerFile.read(folder, config)
         files = CrossEncoderFiles(
@@ -264,8 +262,8 @@ class Checkpoint:
             tokenizer=tokenizer.settings,
             logit_score=logit_score,
         )
-        if is_classifier(architecture):
-            scoring = read_classifier(config, files)
+        if is_classifier:
+            scoring = read_classifier(architecture, config, files)
         else:
             scoring = read_language_model(architecture, config, files, task, tokenizer.vocabulary())
         return replace(
@@ -276,7 +274,7 @@ class Checkpoint:
         )
 
 
-def _choose_purpose(architecture: str, config: JsonFile, modules: list[Module], task: Task) -> _Purpose:
+def _choose_purpose(architecture: Architecture, config: JsonFile, modules: list[Module], task: Task) -> _Purpose:
     """What the folder says, and where it says nothing, the operator, and where nobody does, that it embeds.
 
     Raises:
@@ -286,18 +284,20 @@ def _choose_purpose(architecture: str, config: JsonFile, modules: list[Module], 
     declared: _Purpose | None = None
     if modules:
         declared = "embed" if "Pooling" in kinds else "sparse" if kinds in SPARSE_CLASSES else "tokens"
-    if is_classifier(architecture):
+    if architecture.score_head is not None:
         if kinds not in ([], ["Transformer"]):
-            modules[0].entry.refuse("type", f"a {architecture} scores by its own head, and needs no modules {kinds}.")
+            modules[0].entry.refuse(
+                "type", f"a {architecture.name} scores by its own head, and needs no modules {kinds}."
+            )
         declared = "score"
     elif kinds in SCORING_CLASSES:
-        if kinds == ["Transformer"] or not is_language_model(architecture):
+        if kinds == ["Transformer"] or architecture.kind != "causal_lm":
             refuse_modules(modules)
         declared = "score"
     if task == "auto":
         return declared or "embed"
     if declared not in (None, task):
-        raise ModelError(f"--task {task}: {config.path} is of a {architecture} that is for {_PURPOSES[declared]}.")
+        raise ModelError(f"--task {task}: {config.path} is of a {architecture.name} that is for {_PURPOSES[declared]}.")
     return task
 
 
@@ -311,8 +311,8 @@ _MODEL_TYPES: Mapping[_Purpose, str] = MappingProxyType(
 )
 
 
-def read_architecture(config: JsonFile) -> str:
-    """The one architecture that config.json names.
+def read_architecture(config: JsonFile) -> Architecture:
+    """The row of the one architecture that config.json names.
 
     Raises:
         ModelError: none or several, or one that no family has, or that brings unknown code; weights that are quantized;
@@ -323,14 +323,13 @@ def read_architecture(config: JsonFile) -> str:
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         config.refuse("architectures", f"a list of one name is needed, not {architectures!r}.")
-    check_own_code(architectures[0], config)
-    check_architecture(architectures[0], config)
+    row = find_architecture(architectures[0], config)
     for most, fields in _LARGEST.items():
         for field in fields:
             value = config.values.get(field)
             if type(value) is int and value > most:
                 config.refuse(field, f"{value} is more than any model has; up to {most} is supported.")
-    return architectures[0]
+    return row
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,9 @@ from typing import NoReturn
 
 _LARGEST_INTEGER = 2**31 - 1  # of anything that a model has so many of
 
+# More positions than any model has: what is beyond was not meant, and its tables would fill the memory.
+MAX_POSITIONS = 2**22
+
 
 class ModelError(Exception):
     """This model cannot be served as its files are. The text names the file and the field, tensor or flag."""

@@ -9,7 +9,7 @@ declare nothing.
 Scores leave the worker as the model makes them. What a CrossEncoder of sentence-transformers does with them next is
 told to others as `activation`; it keeps their order, so it can be left to whoever answers.
 
-A pair is written as the tokenizer writes one. A template is used of the models in `TEMPLATES` alone, and only where the
+A pair is written as the tokenizer writes one. A template is used of architectures that have one, and only where the
 operator says so: a checkpoint's chat template is a program, and never run.
 """
 
@@ -21,15 +21,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from common.wire.messages import MAX_LABELS_BYTES, OWN_PAIRS, labels_bytes
+from worker.checkpoint.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
+    from worker.checkpoint.architectures import Architecture, Template
     from worker.checkpoint.files import JsonFile
 
 Task: TypeAlias = Literal["auto", "embed", "score", "sparse"]
 Activation: TypeAlias = Literal["identity", "sigmoid"]
-
-_CLASSIFIER = "ForSequenceClassification"
-_LANGUAGE_MODEL = "ForCausalLM"
 
 # With this among a Transformer's modalities, texts are put into a chat template.
 MESSAGE = "message"
@@ -43,31 +42,11 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     }
 )
 
-# Of transformers' tokenizers for models served here the one that tells a pair's texts apart, and whose default it is.
+# Of transformers' tokenizers for models served here the one that tells a pair's texts apart.
 _TYPING_TOKENIZER = "BertTokenizer"
-_TYPING_MODEL_TYPES = ("bert", "nomic_bert")
 
 # transformers does not write `id2label` where there are so many.
 _DEFAULT_NUM_LABELS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """A language model that scores pairs in a template of its own, and the words that it answers by."""
-
-    model: str
-    pair_template: str
-    yes: str
-    no: str | None  # None: the score is the logit of `yes` alone
-
-
-# By the only architecture that each is published with.
-TEMPLATES: Mapping[str, Template] = MappingProxyType(
-    {
-        "Qwen3ForCausalLM": Template("Qwen3-Reranker", "qwen3-reranker", "yes", "no"),
-        "GemmaForCausalLM": Template("bge-reranker-v2-gemma", "bge-reranker-v2-gemma", "Yes", None),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +103,7 @@ class CrossEncoderFiles:
         return text or None
 
 
-def is_classifier(architecture: str) -> bool:
-    return architecture.endswith(_CLASSIFIER)
-
-
-def is_language_model(architecture: str) -> bool:
-    return architecture.endswith(_LANGUAGE_MODEL)
-
-
-def read_classifier(config: JsonFile, files: CrossEncoderFiles) -> Scoring:
+def read_classifier(architecture: Architecture, config: JsonFile, files: CrossEncoderFiles) -> Scoring:
     """The scores of a model with a head of its own.
 
     Raises:
@@ -148,13 +119,13 @@ def read_classifier(config: JsonFile, files: CrossEncoderFiles) -> Scoring:
         activation=_read_activation(config, files.settings, len(labels)),
         pair_template=OWN_PAIRS,
         instruction=None,
-        has_token_types=_read_token_types(config, files.tokenizer),
+        has_token_types=_read_token_types(architecture, config, files.tokenizer),
         answers=None,
     )
 
 
 def read_language_model(
-    architecture: str, config: JsonFile, files: CrossEncoderFiles, task: Task, vocabulary: Mapping[str, int]
+    architecture: Architecture, config: JsonFile, files: CrossEncoderFiles, task: Task, vocabulary: Mapping[str, int]
 ) -> Scoring:
     """The score of a model that answers by its next token.
 
@@ -177,19 +148,20 @@ def read_language_model(
     )
 
 
-def _find_template(architecture: str, config: JsonFile, files: CrossEncoderFiles, task: Task) -> Template:
+def _find_template(architecture: Architecture, config: JsonFile, files: CrossEncoderFiles, task: Task) -> Template:
     """Raises ModelError: the operator does not say that it is such a model, or no template is known of one."""
-    template = TEMPLATES.get(architecture)
+    template = architecture.template
     if task != "score":
         why = f"{MESSAGE!r}: pairs are put into a chat template, which is a program and never run."
         if template is not None:
             why += f" If this is a {template.model}, --task score serves it with that model's own template."
         files.transformer.refuse("modality_config", why)
     if template is None:
-        known = " and ".join(f"{known.model} ({name})" for name, known in TEMPLATES.items())
+        rows = ARCHITECTURES.values()
+        known = " and ".join(f"{row.template.model} ({row.name})" for row in rows if row.template is not None)
         config.refuse(
             "architectures",
-            f"--task score: of language models only {known} are known by their templates, not a {architecture}.",
+            f"--task score: of language models only {known} are known by their templates, not a {architecture.name}.",
         )
     return template
 
@@ -257,7 +229,7 @@ def _read_activation(config: JsonFile, settings: JsonFile, num_labels: int) -> A
     return _ACTIVATIONS[name]
 
 
-def _read_token_types(config: JsonFile, tokenizer: JsonFile) -> bool:
+def _read_token_types(architecture: Architecture, config: JsonFile, tokenizer: JsonFile) -> bool:
     """Source: transformers' tokenizers: `model_input_names`, or else what their class has."""
     num_types = config.values.get("type_vocab_size")
     if type(num_types) is not int or num_types < 2:
@@ -269,7 +241,8 @@ def _read_token_types(config: JsonFile, tokenizer: JsonFile) -> bool:
         return "token_type_ids" in names
     kind = tokenizer.text("tokenizer_class") or config.text("tokenizer_class")
     if kind is None:
-        return config.text("model_type") in _TYPING_MODEL_TYPES
+        # Without a `model_type` transformers knows of no class.
+        return architecture.types_tokens and config.text("model_type") is not None
     if kind == "PreTrainedTokenizerFast":
         tokenizer.refuse(
             "model_input_names",
@@ -280,7 +253,7 @@ def _read_token_types(config: JsonFile, tokenizer: JsonFile) -> bool:
 
 
 def _read_answers(
-    architecture: str,
+    architecture: Architecture,
     config: JsonFile,
     logit_score: JsonFile | None,
     vocabulary: Mapping[str, int],
@@ -311,9 +284,7 @@ def _read_answers(
             )
         yes, no = spelled
     assert yes is not None, "neither a LogitScore nor a template: this is a bug"
-    # Gemma's default, which its files leave out; the others' files say it.
-    tied = config.flag("tie_word_embeddings", default=architecture.startswith("Gemma"))
-    return AnswerTokens(yes, no, tied)
+    return AnswerTokens(yes, no, config.flag("tie_word_embeddings", default=architecture.is_tied))
 
 
 def _token_id(config: JsonFile, logit_score: JsonFile, field: str) -> int | None:

@@ -10,19 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:
-    from worker.checkpoint.files import JsonFile
+from worker.checkpoint.architectures import ARCHITECTURES
 
-# Those whose head is known. BertForPreTraining has that of BertForMaskedLM, and one more that is not used.
-MASKED_LANGUAGE_MODELS = (
-    "BertForMaskedLM",
-    "BertForPreTraining",
-    "RobertaForMaskedLM",
-    "XLMRobertaForMaskedLM",
-    "CamembertForMaskedLM",
-    "DistilBertForMaskedLM",
-    "MPNetForMaskedLM",
-)
+if TYPE_CHECKING:
+    from worker.checkpoint.architectures import Architecture
+    from worker.checkpoint.files import JsonFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +48,21 @@ def read_splade(config: JsonFile, vocab_size: int) -> Splade:
     return Splade("max" if strategy == "max" else "sum", 1 if activation == "relu" else 2)
 
 
-def read_bare(architecture: str, config: JsonFile) -> Splade:
+def read_bare(architecture: Architecture, config: JsonFile) -> Splade:
     """What SparseEncoder makes of a folder without modules.json.
 
     Raises:
         ModelError: it would put layers without weights behind it.
     """
-    if not architecture.endswith("ForMaskedLM"):
-        config.refuse("architectures", f"--task sparse: a masked language model is needed, not a {architecture}.")
+    if architecture.kind != "masked_lm":
+        config.refuse("architectures", f"--task sparse: a masked language model is needed, not a {architecture.name}.")
     return Splade("max", 1)
 
 
-def check_masked(architecture: str, config: JsonFile) -> None:
+def check_masked(architecture: Architecture, config: JsonFile) -> None:
     """Raises ModelError: it has no head of a masked language model that is known."""
-    if architecture not in MASKED_LANGUAGE_MODELS:
+    if architecture.vocabulary_head is None:
+        known = ", ".join(row.name for row in ARCHITECTURES.values() if row.vocabulary_head is not None)
         config.refuse(
-            "architectures",
-            f"sparse rows of a {architecture} are not supported; supported are {', '.join(MASKED_LANGUAGE_MODELS)}.",
+            "architectures", f"sparse rows of a {architecture.name} are not supported; supported are {known}."
         )

@@ -23,6 +23,7 @@ from worker.models.yes_no_head import AnswerHead, read_answer_rows
 
 if TYPE_CHECKING:
     from worker.batch.ragged import RaggedBatch
+    from worker.checkpoint.architectures import ScoreHead
     from worker.checkpoint.declared import Checkpoint
     from worker.checkpoint.files import JsonFile
     from worker.checkpoint.modules import Pooling
@@ -124,13 +125,13 @@ class ScoreOutput(Output):
         return super().forward(hidden, batch)
 
 
-def build_head(architecture: str, config: JsonFile, hidden_size: int) -> Head:
+def build_head(kind: ScoreHead, config: JsonFile, hidden_size: int) -> Head:
     """The head of a classifier, its parameters yet to be filled.
 
     Raises:
         ModelError: a field is missing, or has a value that is not implemented.
     """
-    return _HEADS[architecture](config, hidden_size, read_num_labels(config))
+    return _BUILDERS[kind](config, hidden_size, read_num_labels(config))
 
 
 def load_scores(checkpoint: Checkpoint, model: Model, device: torch.device) -> tuple[Output, str]:
@@ -188,30 +189,20 @@ def _modernbert_head(config: JsonFile, hidden_size: int, num_labels: int) -> Hea
     return Head("mean" if pooling == "mean" else "cls", layers, ACTIVATIONS[activation].function)
 
 
-def _decoder_head(config: JsonFile, hidden_size: int, num_labels: int) -> Head:
+def _last_token_head(config: JsonFile, hidden_size: int, num_labels: int) -> Head:
     padding_id = config.values.get("pad_token_id")
     if padding_id is not None and type(padding_id) is not int:
         config.refuse("pad_token_id", f"a token id is needed, not {padding_id!r}.")
     return Head("last", {"score": _linear(hidden_size, num_labels, bias=False)}, padding_id=padding_id)
 
 
-_HEADS: Mapping[str, Callable[[JsonFile, int, int], Head]] = MappingProxyType(
+_BUILDERS: Mapping[ScoreHead, Callable[[JsonFile, int, int], Head]] = MappingProxyType(
     {
-        "BertForSequenceClassification": _pooler_head,
-        "RobertaForSequenceClassification": _roberta_head,
-        "XLMRobertaForSequenceClassification": _roberta_head,
-        "CamembertForSequenceClassification": _roberta_head,
-        "DistilBertForSequenceClassification": _distilbert_head,
-        "MPNetForSequenceClassification": _roberta_head,
-        "ModernBertForSequenceClassification": _modernbert_head,
-        "NomicBertForSequenceClassification": _pooler_head,
-        "NewForSequenceClassification": _pooler_head,
-        "GteForSequenceClassification": _pooler_head,
-        "Qwen2ForSequenceClassification": _decoder_head,
-        "Qwen3ForSequenceClassification": _decoder_head,
-        "LlamaForSequenceClassification": _decoder_head,
-        "MistralForSequenceClassification": _decoder_head,
-        "Gemma3TextForSequenceClassification": _decoder_head,
+        "pooler": _pooler_head,
+        "roberta": _roberta_head,
+        "distilbert": _distilbert_head,
+        "modernbert": _modernbert_head,
+        "last_token": _last_token_head,
     }
 )
 

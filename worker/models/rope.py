@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
+from worker.checkpoint.files import MAX_POSITIONS
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,9 +54,6 @@ _TYPES: Mapping[str, frozenset[str]] = MappingProxyType(
 
 # By which texts may become longer. Beyond it tables that are as long as a text may be would not fit anywhere.
 _LARGEST_FACTOR = 1024.0
-
-# More than any model takes: what is beyond was not meant, and its tables would fill the memory.
-MAX_POSITIONS = 2**22
 
 # Of yarn: rotations within the trained length, above which a column keeps its frequency, and below which it is slowed.
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from common.wire.rows import MAX_FRAME_BYTES
 from worker.batch.lazy import Rows
+from worker.checkpoint.architectures import ARCHITECTURES
 from worker.checkpoint.files import ModelError
 from worker.checkpoint.weights import fit, open_weights
 from worker.models.heads import Head, Scorer
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from worker.batch.ragged import RaggedBatch
+    from worker.checkpoint.architectures import VocabularyHead as VocabularyHeadKind
     from worker.checkpoint.declared import Checkpoint
     from worker.checkpoint.files import JsonFile
     from worker.checkpoint.splade import Splade
@@ -187,7 +189,9 @@ def build_sparse(checkpoint: Checkpoint, body: Model, device: torch.device) -> t
     """
     assert checkpoint.splade is not None
     config = checkpoint.config
-    head = _HEADS[checkpoint.architecture](config, body)
+    kind = ARCHITECTURES[checkpoint.architecture].vocabulary_head
+    assert kind is not None, "a sparse checkpoint without a head: this is a bug"
+    head = _BUILDERS[kind](config, body)
     model = Scorer(body, head)
     with open_weights(checkpoint.folder) as weights:
         shapes = {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
@@ -235,14 +239,6 @@ def _head(names: _HeadNames, body: Model, epsilon: float, activation: str | None
     return VocabularyHead(names, body.hidden_size, epsilon, function, table)
 
 
-_HEADS: Mapping[str, Callable[[JsonFile, Model], VocabularyHead]] = MappingProxyType(
-    {
-        "BertForMaskedLM": _bert_head,
-        "BertForPreTraining": _bert_head,
-        "RobertaForMaskedLM": _roberta_head,
-        "XLMRobertaForMaskedLM": _roberta_head,
-        "CamembertForMaskedLM": _roberta_head,
-        "DistilBertForMaskedLM": _distilbert_head,
-        "MPNetForMaskedLM": _roberta_head,
-    }
+_BUILDERS: Mapping[VocabularyHeadKind, Callable[[JsonFile, Model], VocabularyHead]] = MappingProxyType(
+    {"bert": _bert_head, "roberta": _roberta_head, "distilbert": _distilbert_head}
 )

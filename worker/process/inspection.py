@@ -135,7 +135,7 @@ class Inspection:
 
 def _build_on_meta(config: JsonFile, checkpoint: Checkpoint | None) -> Model:
     """Without a checkpoint (something in it is wrong) as its architecture alone says."""
-    architecture = read_architecture(config)
+    architecture = read_architecture(config).name
     import torch  # only now: what is wrong in the JSON is said without it
 
     with torch.device("meta"):
