@@ -1,7 +1,8 @@
 """The table of architectures: which are served, and everything that is known of each.
 
 A row's name is what checkpoints give in config.json under `architectures`. Another name stops the start, even if it
-looks alike: a family's variants differ in ways that only their code shows.
+looks alike: a family's variants differ in ways that only their code shows. A few checkpoints give the name of a class
+that they are not, and the one that they are in `auto_map` (`declared_as`).
 
 Some checkpoints bring code of their own. It is never run. Where a family here computes what that code does, the row
 lists the names of its classes, and a folder that names others is refused.
@@ -53,6 +54,7 @@ class Architecture:
     score_head: ScoreHead | None = None  # a classifier's
     vocabulary_head: VocabularyHead | None = None  # None: no sparse rows
     template: Template | None = None
+    declared_as: str | None = None  # what `architectures` says instead of the row's name, which only `auto_map` gives
     own_code: frozenset[str] = frozenset()  # classes of a checkpoint's own code that the family stands for
     chunking_code: str | None = None  # one of them, which embeds the chunks of a document as one sequence
     overflowing_dtypes: tuple[str, ...] = ()
@@ -182,10 +184,12 @@ def find_architecture(name: str, config: JsonFile) -> Architecture:
     Raises:
         ModelError: there is none, or config.json names code of the folder's own that no family here stands for.
     """
-    row = ARCHITECTURES.get(name)
+    rows = {row.declared_as: row for row in ARCHITECTURES.values() if row.name in _code_classes(config)}
+    row = rows.get(name) or ARCHITECTURES.get(name)
     _check_own_code(frozenset() if row is None else row.own_code, config)
-    if row is None:
-        config.refuse("architectures", f"{name} is not supported; supported are {', '.join(ARCHITECTURES)}.")
+    if row is None or row.declared_as not in (None, name):
+        known = ", ".join(row.name for row in ARCHITECTURES.values() if row.declared_as is None)
+        config.refuse("architectures", f"{name} is not supported; supported are {known}.")
     return row
 
 
