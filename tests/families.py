@@ -11,15 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import transformers
+from torch import nn
+from transformers import PreTrainedModel, Qwen3Config, Qwen3Model
+from transformers.modeling_outputs import BaseModelOutput
 
 from tests import parity
 from tests.parity import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from transformers import PreTrainedModel
 
 LIMIT = 160
 TRAINED = 40  # tokens, of the models whose positions are scaled to LIMIT
@@ -214,6 +216,36 @@ QWEN2_CODE = {
     "AutoModelForSequenceClassification": "modeling_qwen.Qwen2ForSequenceClassification",
 }
 
+VOYAGE: Fields = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "auto_map": {"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"},
+    "id2label": None,
+    "label2id": None,
+    "num_labels": 48,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": True,
+    "use_sliding_window": False,
+}
+
+
+class Voyage(PreTrainedModel):
+    """What voyage-4-nano's own code computes, of transformers' classes: a mask that hides nothing, a projection."""
+
+    config_class = Qwen3Config
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.model = Qwen3Model(config)
+        self.linear = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> BaseModelOutput:
+        mask = torch.zeros(1, 1, input_ids.shape[1], input_ids.shape[1])
+        hidden = self.model(input_ids=input_ids, attention_mask={GLOBAL: mask}).last_hidden_state
+        return BaseModelOutput(last_hidden_state=self.linear(hidden))
+
+
 # --- what older releases of transformers have written ---
 
 OLD_MODERNBERT: Fields = {
@@ -241,7 +273,7 @@ OLD_QWEN3: Fields = {"layer_types": None, "rope_parameters": None, "rope_scaling
 class Twin:
     """What computes as an architecture does, and how a checkpoint of that architecture says so."""
 
-    name: str  # a class of transformers
+    name: str | type[PreTrainedModel]  # a class of transformers, or one from above
     fields: Fields = field(default_factory=dict)
     declared: Fields = field(default_factory=dict)
 
@@ -254,6 +286,7 @@ TWINS = {
         "GteForTokenClassification", declared=NEW | {"architectures": ["NewForTokenClassification"]}
     ),
     "PPLXQwen3Model": Twin("Qwen3Model", {"is_causal": False}, PPLX),
+    "Qwen3BidirectionalModel": Twin(Voyage, {"num_labels": 48}, VOYAGE),
     "LlamaBidirectionalModel": Twin("LlamaModel", {"is_causal": False}, BIDIRECTIONAL_LLAMA),
     # Not architectures, but files of other releases, or of code that says otherwise what the class is.
     "NomicBertModel, own": Twin("NomicBertModel", declared=NOMIC),
@@ -265,7 +298,7 @@ TWINS = {
 def tiny(name: str, **changes: object) -> PreTrainedModel:
     """The class of transformers of this name, or the twin's, with random weights."""
     twin = TWINS.get(name, Twin(name))
-    made = getattr(transformers, twin.name)
+    made = getattr(transformers, twin.name) if isinstance(twin.name, str) else twin.name
     model: PreTrainedModel = made(made.config_class(**FIELDS[made.config_class.model_type] | twin.fields | changes))
     return model
 

@@ -76,6 +76,7 @@ _modernbert = partial(Architecture, family="modernbert")
 _gemma = partial(Architecture, family="gemma", overflowing_dtypes=("float16",), is_tied=True)
 _gemma3 = partial(Architecture, family="gemma3", overflowing_dtypes=("float16",), is_tied=True)
 _qwen3 = partial(Architecture, family="qwen3")
+_voyage = partial(Architecture, family="voyage", hidden_size_fields=("num_labels",), is_bidirectional=True)
 _qwen2 = partial(Architecture, family="qwen2")
 _mistral = partial(Architecture, family="mistral")
 _llama = partial(Architecture, family="llama")
@@ -132,6 +133,12 @@ _ROWS = (
         is_bidirectional=True,
         quantizes=True,
         examples=("pplx-embed-v1-0.6b", "pplx-embed-context-v1-0.6b"),
+    ),
+    _voyage(
+        "Qwen3BidirectionalModel",
+        declared_as="Qwen3ForCausalLM",
+        own_code=frozenset({"Qwen3BidirectionalModel"}),
+        examples=("voyage-4-nano",),
     ),
     _qwen2("Qwen2Model", own_code=_GTE_QWEN2_CODE),
     _qwen2("Qwen2ForCausalLM", kind="causal_lm", own_code=_GTE_QWEN2_CODE, examples=("jina-code-embeddings-0.5b",)),
