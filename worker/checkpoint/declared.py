@@ -1,17 +1,16 @@
 """What a model's folder declares, apart from its weights: architecture, pooling, limits, prompts, tokenizer.
 
-The folder is read as sentence-transformers reads it (`modules.json` and the files that it leads to, as its releases 2
-to 6 have written them), or, without `modules.json`, as a bare encoder: mean pooling, no normalisation, no prompts.
+The folder is read as sentence-transformers reads it: `modules.json` and the files that it leads to, as releases 2 to 6
+have written them. Without `modules.json` it is a bare encoder: mean pooling, no normalisation, no prompts.
 
-Everything that could change a vector is either understood or stops the start with a `ModelError` that names the file
-and the field. A warning was rejected: the server would look healthy and answer numbers that no other software gives.
-No code from a model is run, ever. A folder that brings some (`auto_map`) is refused, unless its architecture is one
-whose code a family of `worker.models` stands for. What that code does after pooling (pplx-embed's quantising module) is
-known by the name of its class.
+Everything that could change a vector is understood, or stops the start with a `ModelError` that names the file and the
+field. A warning was rejected: the server would look healthy and return numbers that no other software gives.
 
-What follows the pooling is read in `worker.modules`, the tokenizer in `worker.tokenizer`. A Normalize at the end is not
-a stage but what rows are like unless a client says otherwise (`normalize`). A model that scores pairs has none of that,
-but a head (`worker.scoring`).
+No code from a model is ever run. A folder that brings some (`auto_map`) is refused, unless the row of its architecture
+lists that code (`architectures`). What pplx-embed's code does after pooling is known by the name of its module.
+
+`modules` reads what follows the pooling, and `tokenizer` the tokenizer. A Normalize at the end is not a stage: it is
+the default of `normalize`, which a client may override. A model that scores pairs has a head instead (`scoring`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from worker.checkpoint.tokenizer import TokenizerFile
 
 logger = logging.getLogger(__name__)
 
-# The first that is there and not empty counts.
+# The Transformer's settings: the first file that is not empty counts.
 _TRANSFORMER_FILES = (
     "sentence_bert_config.json",
     "sentence_roberta_config.json",
@@ -61,8 +60,9 @@ _TRANSFORMER_FILES = (
     "sentence_xlnet_config.json",
 )
 
-# What the Transformer's file may hand on to transformers, under both names that it has had, without a change of
-# numbers: how it is computed, in which dtype (a flag says that here), how rows of a batch are padded (here none is).
+# Options that the Transformer's file may pass on to transformers, because none changes a number: how attention is
+# computed, the dtype (here --dtype says it), how a batch is padded (here it is not). The second map has their old
+# names.
 _HARMLESS_OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "model_kwargs": frozenset({"trust_remote_code", "attn_implementation", "dtype", "torch_dtype"}),
@@ -74,7 +74,7 @@ _FORMER_OPTIONS: Mapping[str, str] = MappingProxyType(
     {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
 )
 
-# What a model is for: what the operator may say it is (`Task`), or rows of tokens alone.
+# What a model is for: a `Task` that the operator may name, or only rows of tokens.
 _Purpose: TypeAlias = Literal["embed", "tokens", "score", "sparse"]
 _PURPOSES: Mapping[_Purpose, str] = MappingProxyType(
     {"embed": "--task embed", "tokens": "rows of tokens", "score": "--task score", "sparse": "--task sparse"}
@@ -83,8 +83,8 @@ _PURPOSES: Mapping[_Purpose, str] = MappingProxyType(
 # Prompts that every model of sentence-transformers has, empty unless it says otherwise.
 _USUAL_PROMPTS = ("query", "document")
 
-# The largest sizes that are believed, and the fields of all families that declare one. What is larger is a slip, and
-# would cost minutes and memory before anything is compared with the weights. Of these, products fit into 64 bits.
+# The largest sizes that are believed, and the fields that declare them, of all families. A larger one is a slip: it
+# would cost minutes and memory before it is compared with the weights. Products of these sizes fit into 64 bits.
 _LARGEST: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
         1_000: ("num_hidden_layers", "n_layers", "n_layer"),
@@ -105,34 +105,33 @@ _SANE_MODEL_MAX_LENGTH = 10_000_000
 class Checkpoint:
     """A model's folder, understood."""
 
-    root: Path  # where modules.json is, and what the folders of stages are relative to
-    folder: Path  # where config.json, the weights and tokenizer.json are; mostly the root
+    root: Path  # holds modules.json; folders of stages are relative to it
+    folder: Path  # holds config.json, the weights and tokenizer.json; usually the root
     config: JsonFile
     config_sha256: str
     architecture: str  # a name of the table of architectures
-    tasks: list[str]  # what it is for, of ModelFacts
-    # Their rows stand side by side in this order. None of a scorer and of sparse rows, whose heads say it.
-    poolings: tuple[Pooling, ...]
-    include_prompt: bool  # whether a prompt's tokens are pooled like any others
+    tasks: list[str]  # what it is for, see ModelFacts
+    poolings: tuple[Pooling, ...]  # their rows stand side by side; empty if the head decides (scores, sparse rows)
+    include_prompt: bool  # whether the tokens of a prompt are pooled
     stages: tuple[Stage, ...]
     dimensions: int  # columns of a row after all stages
     normalize: bool
-    encodings: list[str]  # what vectors may be asked for, names of common.wire.rows
+    encodings: list[str]  # that a client may ask for, names of common.wire.rows
     lower_case: bool
-    length_limit: int | None  # tokens, as its files declare; the position table may set a lower one
+    length_limit: int | None  # tokens, as the files declare; the position table may set a lower limit
     prompts: dict[str, str]
     default_prompt_name: str | None
     tokenizer_sha256: str
-    separator_id: int | None  # the token between chunks that are embedded as one sequence, where it is made for that
-    scoring: Scoring | None  # of a model that scores
-    splade: Splade | None  # of a model of sparse rows
+    separator_id: int | None  # the token between chunks, if the model embeds the chunks of a document as one sequence
+    scoring: Scoring | None  # if the model scores pairs
+    splade: Splade | None  # if the model makes sparse rows
 
     @classmethod
     def read(cls, root: Path, task: Task = "auto") -> Checkpoint:
-        """Everything that the folder declares; `task` is the operator's word on what it is for.
+        """Everything that the folder declares; `task` is what the operator says it is for.
 
         Raises:
-            ModelError: a file is missing or malformed, or declares what is not supported, or is not for this task.
+            ModelError: a file is missing, malformed, declares something that is not supported, or is for another task.
         """
         modules = read_modules(root)
         folder = root / modules[0].folder if modules else root
@@ -170,7 +169,7 @@ class Checkpoint:
         quantizes = pipeline.quantizes or (separator_id is not None and not modules)
         normalize = pipeline.stages[-1:] == (UnitStage(),)
         stages = pipeline.stages[:-1] if normalize else pipeline.stages
-        # A row over one token is that token's hidden state, unless more becomes of it.
+        # A row over one token is that token's hidden state, unless stages follow.
         has_tokens = purpose == "embed" and len(pipeline.poolings) == 1 and not stages
         return replace(
             cls._read_common(root, config, architecture, transformer, tokenizer),
@@ -190,7 +189,7 @@ class Checkpoint:
     def _read_common(
         cls, root: Path, config: JsonFile, architecture: Architecture, transformer: JsonFile, tokenizer: TokenizerFile
     ) -> Checkpoint:
-        """What is read of any model, whatever it is for; the caller says that."""
+        """The fields that every model has; the caller fills in those of its purpose."""
         folder = config.path.parent
         length_limit = _length_limit(transformer, tokenizer.settings)
         tokenizer.check_room(length_limit)
@@ -275,10 +274,10 @@ class Checkpoint:
 
 
 def _choose_purpose(architecture: Architecture, config: JsonFile, modules: list[Module], task: Task) -> _Purpose:
-    """What the folder says, and where it says nothing, the operator, and where nobody does, that it embeds.
+    """What the folder says it is for, else what the operator says, else "embed".
 
     Raises:
-        ModelError: the operator says something else, or the folder contradicts itself.
+        ModelError: the operator contradicts the folder, or the folder contradicts itself.
     """
     kinds = [module.kind for module in modules]
     declared: _Purpose | None = None
@@ -305,7 +304,7 @@ def _choose_purpose(architecture: Architecture, config: JsonFile, modules: list[
 
 _SETTINGS = "config_sentence_transformers.json"
 
-# What sentence-transformers calls a model for each purpose; what says nothing is the first.
+# What sentence-transformers calls a model for each purpose; the first is the default.
 _MODEL_TYPES: Mapping[_Purpose, str] = MappingProxyType(
     {"embed": "SentenceTransformer", "tokens": "MultiVectorEncoder", "sparse": "SparseEncoder"}
 )
@@ -315,8 +314,8 @@ def read_architecture(config: JsonFile) -> Architecture:
     """The row of the one architecture that config.json names.
 
     Raises:
-        ModelError: none or several, or one that no family has, or that brings unknown code; weights that are quantized;
-            or sizes that no model has, for which memory would be asked.
+        ModelError: there are none or several, no family has it, or it brings unknown code; the weights are quantized;
+            or a size is larger than any model's.
     """
     if config.values.get("quantization_config"):
         config.refuse("quantization_config", "quantized weights are not supported.")
@@ -344,7 +343,7 @@ class _SentenceSettings:
         model_type = config.text("model_type") or _MODEL_TYPES["embed"]
         if model_type != expected_type:
             config.refuse("model_type", f"{model_type!r}, but its modules are those of a {expected_type}.")
-        # similarity_fn_name says how vectors are compared, requirements which releases of other software are needed.
+        # `similarity_fn_name` says how clients compare vectors, `requirements` which software they need.
         harmless = {"__version__", "similarity_fn_name", "requirements"}
         own = {"truncate_dim"} if model_type == _MODEL_TYPES["embed"] else set()
         config.refuse_unknown(frozenset({*harmless, *own, "prompts", "default_prompt_name", "model_type"}))
@@ -363,7 +362,7 @@ class _SentenceSettings:
 def _read_cross_encoder_settings(root: Path) -> JsonFile:
     """Raises ModelError: settings of something else than a CrossEncoder, or a field that is not understood."""
     config = JsonFile.read_optional(root / _SETTINGS)
-    # Heads compute in float32, so what keep_in_fp32_modules asks for is so. Prompts are used by name alone.
+    # `keep_in_fp32_modules` is met: heads compute in float32. `prompts` are used only by `default_prompt_name`.
     harmless = {"__version__", "requirements", "keep_in_fp32_modules", "prompts"}
     config.refuse_unknown(frozenset({*harmless, "activation_fn", "default_prompt_name", "model_type"}))
     if (model_type := config.text("model_type")) != "CrossEncoder":
@@ -373,12 +372,12 @@ def _read_cross_encoder_settings(root: Path) -> JsonFile:
 
 @dataclass(frozen=True, slots=True)
 class _Usage:
-    """What a Transformer is loaded for, in sentence-transformers' words, and what of its output counts."""
+    """What a Transformer is loaded for, in sentence-transformers' words, and which of its outputs counts."""
 
     task: str
     output_name: str
     method_output_name: str
-    is_implied: bool = False  # by a file that says nothing
+    is_implied: bool = False  # whether a file that says nothing means this
 
 
 _EMBEDDING = _Usage("feature-extraction", "token_embeddings", "last_hidden_state", is_implied=True)
@@ -389,7 +388,7 @@ _GENERATING = _Usage("text-generation", "causal_logits", "logits")
 
 
 def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
-    """How the Transformer is used: its length limit, lower-casing, and what of its output counts."""
+    """The Transformer's settings: its length limit, lower-casing, and which of its outputs counts."""
     files = [JsonFile.read_optional(folder / name) for name in _TRANSFORMER_FILES]
     config = next((file for file in files if file.values), files[0])
     known: dict[str, object] = {
@@ -397,7 +396,7 @@ def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
         "module_output_name": usage.output_name,
         "processing_kwargs": {},
         "tokenizer_name_or_path": None,
-        # Of models with a vector a token.
+        # For models with a vector for each token.
         "query_length": None,
         "document_length": None,
         "query_expansion": None,
@@ -409,9 +408,9 @@ def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
     for field, value in known.items():
         if plain.values.get(field) not in (None, value):
             config.refuse(field, f"only {value!r} is supported.")
-    if not usage.is_implied and config.text("transformer_task") is None:  # it would embed
+    if not usage.is_implied and config.text("transformer_task") is None:  # sentence-transformers would embed
         config.refuse("transformer_task", f"missing; {usage.task!r} is needed of these modules.")
-    # With a "message" in it, texts would be put into a chat template.
+    # With a "message" among the modalities, texts would be put into a chat template.
     text_alone = {"text": {"method": "forward", "method_output_name": usage.method_output_name}}
     if plain.values.get("modality_config") not in (None, text_alone):
         config.refuse("modality_config", f"only {text_alone!r} is supported.")
@@ -425,7 +424,7 @@ def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
 
 
 def _without_chat_template(config: JsonFile) -> JsonFile:
-    """The Transformer's file but for what concerns a chat template: `worker.scoring` decides on that."""
+    """The Transformer's file without what concerns a chat template: `scoring` decides on that."""
     modalities, options = config.values.get("modality_config"), config.values.get("processing_kwargs")
     if not isinstance(modalities, dict) or MESSAGE not in modalities:
         return config
@@ -436,8 +435,7 @@ def _without_chat_template(config: JsonFile) -> JsonFile:
 
 
 def _length_limit(transformer: JsonFile, tokenizer: JsonFile) -> int | None:
-    """max_seq_length where it is given, else the tokenizer's own limit: the former overrides the latter in
-    sentence-transformers too."""
+    """`max_seq_length` if it is given, else the tokenizer's own limit, as in sentence-transformers."""
     declared = transformer.optional_integer("max_seq_length")
     if declared is not None:
         return declared
@@ -448,8 +446,11 @@ def _length_limit(transformer: JsonFile, tokenizer: JsonFile) -> int | None:
 
 
 def main() -> int:
-    """`python -m worker.checkpoint FOLDER [TASK]`: whether the folder declares a model that can be served, in a moment
-    and without torch. Its weights are not looked into."""
+    """`python -m worker.checkpoint.declared FOLDER [TASK]`: says whether the folder declares a model that can be
+    served.
+
+    It takes a moment and no torch, and does not read the weights.
+    """
     folder, task = sys.argv[1], sys.argv[2] if sys.argv[2:] else "auto"
     try:
         Checkpoint.read(Path(folder), cast("Task", task))

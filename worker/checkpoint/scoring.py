@@ -1,16 +1,15 @@
-"""What a folder declares of scores: how many a pair gets, what becomes of them, and how a pair is written.
+"""What a folder declares about scores: how many a pair gets, what is done with them, and how a pair is written.
 
-Two kinds of model score. A classifier (`...ForSequenceClassification`) has a head of its own. A language model answers
-by its next token: the score is the logit of one token, mostly less that of another. That a language model is meant so
-is never guessed: its folder says it (a LogitScore module of sentence-transformers), or the operator does
-(`--task score`), which is how the own folders of Qwen3-Reranker and bge-reranker-v2-gemma are served, since they
-declare nothing.
+Two kinds of model score. A classifier has a head of its own. A language model answers by its next token: the score is
+the logit of one token, usually minus that of another. Whether a language model scores is never guessed. Its folder says
+so (a LogitScore module of sentence-transformers), or the operator does (`--task score`). The published folders of
+Qwen3-Reranker and bge-reranker-v2-gemma declare nothing, so they need the operator.
 
-Scores leave the worker as the model makes them. What a CrossEncoder of sentence-transformers does with them next is
-told to others as `activation`; it keeps their order, so it can be left to whoever answers.
+Scores leave the worker as the model makes them. sentence-transformers' CrossEncoder then applies an activation. It
+keeps their order, so the worker only reports it (`activation`), and the gateway applies it.
 
-A pair is written as the tokenizer writes one. A template is used of architectures that have one, and only where the
-operator says so: a checkpoint's chat template is a program, and never run.
+A pair is written as the tokenizer writes one. The template of an architecture is used only if the operator asks for it.
+A checkpoint's chat template is a program, and never run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 Task: TypeAlias = Literal["auto", "embed", "score", "sparse"]
 Activation: TypeAlias = Literal["identity", "sigmoid"]
 
-# With this among a Transformer's modalities, texts are put into a chat template.
+# A Transformer with this modality puts texts into a chat template.
 MESSAGE = "message"
 
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -42,20 +41,20 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     }
 )
 
-# Of transformers' tokenizers for models served here the one that tells a pair's texts apart.
+# The only tokenizer of transformers, among those of the models served here, that tells a pair's texts apart.
 _TYPING_TOKENIZER = "BertTokenizer"
 
-# transformers does not write `id2label` where there are so many.
+# transformers writes no `id2label` for this number of labels.
 _DEFAULT_NUM_LABELS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """The tokens whose logits a language model's score is made of: logit(yes) - logit(no), or logit(yes) alone."""
+    """The tokens that a language model scores by: logit(yes) - logit(no), or only logit(yes)."""
 
     yes: int
     no: int | None
-    tied: bool  # where no language-model head is stored, the embedding table is one
+    tied: bool  # the embedding table is the language-model head, unless a head is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,8 @@ class Scoring:
     labels: tuple[str, ...]  # the names of a pair's scores, in their order
     activation: Activation
     pair_template: str
-    instruction: str | None  # the template's where a client says nothing; None: the one that the template comes with
-    has_token_types: bool  # whether the tokenizer tells a pair's second text from its first; the model has to as well
+    instruction: str | None  # default for the template; None: the template's own default
+    has_token_types: bool  # whether the tokenizer tells a pair's second text from its first; the model must, too
     answers: AnswerTokens | None  # None: the model has a head of its own
 
     @property
@@ -75,21 +74,21 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class CrossEncoderFiles:
-    """The files of a CrossEncoder that sentence-transformers has saved, some of them without fields."""
+    """The files of a CrossEncoder as sentence-transformers saves it; a missing one has no fields."""
 
     settings: JsonFile  # config_sentence_transformers.json
     transformer: JsonFile  # sentence_bert_config.json
-    tokenizer: JsonFile  # tokenizer_config.json, which any other folder may have, too
+    tokenizer: JsonFile  # tokenizer_config.json
     logit_score: JsonFile | None  # the config.json of a LogitScore
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether pairs are put into it."""
+        """Whether pairs are put into a chat template."""
         modalities = self.transformer.values.get("modality_config")
         return isinstance(modalities, dict) and MESSAGE in modalities
 
     def default_prompt(self) -> str | None:
-        """What is put before a query unless a client says otherwise; None for nothing.
+        """The text before a query unless a client says otherwise; None if there is none.
 
         Raises:
             ModelError: it is not among the prompts.
@@ -130,7 +129,7 @@ def read_language_model(
     """The score of a model that answers by its next token.
 
     Raises:
-        ModelError: a field is not understood, or what only the operator can say is left open.
+        ModelError: a field is not understood, or only the operator can say how the model scores.
     """
     template = None
     if files.logit_score is None or files.has_chat_template:
@@ -149,7 +148,7 @@ def read_language_model(
 
 
 def _find_template(architecture: Architecture, config: JsonFile, files: CrossEncoderFiles, task: Task) -> Template:
-    """Raises ModelError: the operator does not say that it is such a model, or no template is known of one."""
+    """Raises ModelError: the operator does not ask for a template, or the architecture has none."""
     template = architecture.template
     if task != "score":
         why = f"{MESSAGE!r}: pairs are put into a chat template, which is a program and never run."
@@ -259,7 +258,7 @@ def _read_answers(
     vocabulary: Mapping[str, int],
     template: Template | None,
 ) -> AnswerTokens:
-    """The tokens that a LogitScore names; with a template its own, which a LogitScore may only repeat."""
+    """The tokens that a LogitScore names. A template has its own tokens, which a LogitScore may only repeat."""
     yes = no = None
     if logit_score is not None:
         logit_score.refuse_unknown(frozenset({"true_token_id", "false_token_id", "module_input_name"}))
