@@ -65,14 +65,8 @@ FIELDS: dict[str, Fields] = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
-    "distilbert": {
-        "vocab_size": VOCAB_SIZE,
-        "dim": 32,
-        "hidden_dim": 80,
-        "n_layers": 2,
-        "n_heads": 4,
-        "max_position_embeddings": LIMIT,
-    },
+    "distilbert": {"dim": 32, "hidden_dim": 80, "n_layers": 2, "n_heads": 4}
+    | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": LIMIT},
     "mpnet": _ENCODER | {"max_position_embeddings": LIMIT + 2},
     "nomic_bert": _ENCODER,
     "gte": _ENCODER | {"rope_parameters": plain(THETA)},
@@ -119,44 +113,32 @@ WITHOUT_CURRENT: Fields = dict.fromkeys(
     )
 )
 NOMIC: Fields = {
-    "activation_function": "swiglu",
     "auto_map": {
         "AutoConfig": f"{_NOMIC}configuration_hf_nomic_bert.NomicBertConfig",
         "AutoModel": f"{_NOMIC}modeling_hf_nomic_bert.NomicBertModel",
         "AutoModelForMaskedLM": f"{_NOMIC}modeling_hf_nomic_bert.NomicBertForPreTraining",
         **{f"AutoModelFor{head}": f"{_NOMIC}modeling_hf_nomic_bert.NomicBertFor{head}" for head in _HEADS},
     },
-    "causal": False,
-    "dense_seq_output": True,
-    "fused_bias_fc": True,
-    "fused_dropout_add_ln": True,
+    "activation_function": "swiglu",
     "initializer_range": 0.02,
     "layer_norm_epsilon": 1e-12,
     "max_trained_positions": 64,
-    "mlp_fc1_bias": False,
-    "mlp_fc2_bias": False,
     "n_embd": 32,
     "n_head": 4,
     "n_inner": 80,
     "n_layer": 2,
     "n_positions": LIMIT,
     "pad_vocab_size_multiple": 16,
-    "parallel_block": False,
-    "parallel_block_tied_norm": False,
-    "prenorm": False,
-    "qkv_proj_bias": False,
-    "reorder_and_upcast_attn": False,
     "resid_pdrop": 0.0,
     "rotary_emb_base": 1000,
     "rotary_emb_fraction": 1.0,
-    "rotary_emb_interleaved": False,
     "rotary_emb_scale_base": None,
     "rotary_scaling_factor": None,
-    "scale_attn_by_inverse_layer_idx": False,
-    "scale_attn_weights": True,
-    "use_flash_attn": True,
-    "use_rms_norm": False,
-    "use_xentropy": True,
+    **dict.fromkeys(("causal", "mlp_fc1_bias", "mlp_fc2_bias", "parallel_block", "parallel_block_tied_norm"), False),
+    **dict.fromkeys(("prenorm", "qkv_proj_bias", "reorder_and_upcast_attn", "rotary_emb_interleaved"), False),
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "use_rms_norm"), False),
+    **dict.fromkeys(("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "scale_attn_weights"), True),
+    **dict.fromkeys(("use_flash_attn", "use_xentropy"), True),
 }
 NEW: Fields = {
     "architectures": ["NewModel"],
@@ -401,12 +383,8 @@ SCALINGS: dict[str, Fields] = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": TRAINED, "beta_fast": 4.0},
-    "llama3": {
-        "factor": 4.0,
-        "original_max_position_embeddings": TRAINED,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
+    "llama3": {"factor": 4.0, "original_max_position_embeddings": TRAINED}
+    | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 
 # --- fields of which each alone changes the vectors: they leave the shapes of all tensors as they are ---
@@ -566,9 +544,5 @@ TAKEN: dict[str, list[Fields]] = {
         OLD_GEMMA3 | {"model_type": None, "is_causal": True},
         {"use_cache": False, "tie_word_embeddings": False, "attention_dropout": 0.5},
     ],
-    "Qwen3Model": [
-        OLD_QWEN3,
-        {"dtype": None, "torch_dtype": "float16"},
-        {"dtype": "bfloat16"},
-    ],
+    "Qwen3Model": [OLD_QWEN3, {"dtype": None, "torch_dtype": "float16"}, {"dtype": "bfloat16"}],
 }
