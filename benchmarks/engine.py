@@ -49,6 +49,7 @@ from benchmarks.plain import Launch, PlainQwen3, Read, Rows, as_matrix
 from benchmarks.record import write_result
 from benchmarks.trace import Started, batch_of, profile, run_ahead, start_engine, summarize, warm
 from common.model_location import find_model
+from worker.checkpoint.architectures import ARCHITECTURES
 from worker.checkpoint.declared import Checkpoint
 from worker.models.families.qwen3 import Qwen3Config
 
@@ -325,9 +326,8 @@ def _run(model: str, shapes: list[Shape], num_batches: int, mixed_s: float, cach
         result["mixed_hour"] = mixed = mixed_hour(graphs, num_batches, mixed_s)
         _print_values("mixed hour", mixed)
     checkpoint = Checkpoint.read(find_model(model).path)
-    config = (
-        Qwen3Config.parse(checkpoint.architecture, checkpoint.config) if "Qwen3" in checkpoint.architecture else None
-    )
+    is_qwen3 = ARCHITECTURES[checkpoint.architecture].family == "qwen3"
+    config = Qwen3Config.parse(checkpoint.architecture, checkpoint.config) if is_qwen3 else None
     peer = None
     if config is not None:
         dtype = getattr(torch, facts.dtype)

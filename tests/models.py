@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -393,68 +392,3 @@ def embed(engine: Engine, sequences: list[list[int]], **options: object) -> npt.
     """The float32 rows of a batch of these sequences; `options` are those of `make_batch`."""
     batch = make_batch(sequences, **options)  # type: ignore[arg-type]  # options by name
     return engine.step(batch).numpy().rows.view(np.float32)
-
-
-# --- tiny checkpoints of the RoBERTa and DistilBERT families, which `data/make_encoder_reference.py` lets transformers
-# load too ---
-
-# One word, a few, more than there are positions, the few in another order. w0 to w2 are left out: w1 is what pads in
-# one of the checkpoints.
-ENCODER_TEXTS = [
-    "w3",
-    "w5 w9 w5 w55 w9",
-    " ".join(f"w{3 + 7 * i % 53}" for i in range(MAX_POSITIONS + 20)),
-    "w9 w5 w5 w55 w9",
-]
-
-
-def _roberta(
-    seed: int, *, prefix: str = "", pooling: str, normalize: bool = False, **changes: object
-) -> Callable[[Path], Path]:
-    config = roberta_config(**changes)
-    return lambda folder: write_roberta(
-        folder,
-        config=config,
-        tensors={f"{prefix}{name}": tensor for name, tensor in bert_tensors(config, seed).items()},
-        pooling=f"pooling_mode_{pooling}",
-        normalize=normalize,
-    )
-
-
-def _distilbert(
-    seed: int, *, prefix: str = "", pooling: str, normalize: bool = False, **changes: object
-) -> Callable[[Path], Path]:
-    config = distilbert_config(**changes)
-    return lambda folder: write_distilbert(
-        folder,
-        config=config,
-        tensors={f"{prefix}{name}": tensor for name, tensor in distilbert_tensors(config, seed).items()},
-        pooling=f"pooling_mode_{pooling}",
-        normalize=normalize,
-    )
-
-
-ROBERTA_VARIANTS: dict[str, Callable[[Path], Path]] = {
-    "roberta": _roberta(1, pooling="mean_tokens"),
-    "roberta_cls": _roberta(2, pooling="cls_token", normalize=True, type_vocab_size=2),
-    "roberta_relu": _roberta(3, pooling="max_tokens", hidden_act="relu", layer_norm_eps=0.05),
-    "xlm_roberta": _roberta(
-        4, pooling="mean_tokens", normalize=True, architectures=["XLMRobertaModel"], model_type="xlm-roberta"
-    ),
-    "xlm_roberta_cls": _roberta(
-        5, prefix="roberta.", pooling="cls_token", architectures=["XLMRobertaForMaskedLM"], model_type="xlm-roberta"
-    ),
-    "camembert": _roberta(
-        6, prefix="roberta.", pooling="mean_tokens", architectures=["CamembertForMaskedLM"], model_type="camembert"
-    ),
-    "padding_5": _roberta(7, pooling="mean_tokens", pad_token_id=5, max_position_embeddings=MAX_POSITIONS + 6),
-}
-
-DISTILBERT_VARIANTS: dict[str, Callable[[Path], Path]] = {
-    "distilbert": _distilbert(11, pooling="mean_tokens"),
-    "distilbert_cls": _distilbert(12, pooling="cls_token", normalize=True, n_layers=3, n_heads=2),
-    "distilbert_relu": _distilbert(13, pooling="mean_tokens", activation="relu", sinusoidal_pos_embds=True),
-    "distilbert_language_model": _distilbert(
-        14, prefix="distilbert.", pooling="mean_tokens", normalize=True, architectures=["DistilBertForMaskedLM"]
-    ),
-}

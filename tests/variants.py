@@ -1,8 +1,7 @@
-"""Edited copies of a sentence-transformers folder, each of which declares something else, and texts to tell them apart;
-and tiny checkpoints of the Qwen3 family, likewise.
+"""Edited copies of a sentence-transformers folder, each of which declares something else, and texts to tell them apart.
 
-Shared by the tests that load them and by the scripts that let sentence-transformers and transformers load the very same
-(`data/make_variant_reference.py`, `data/make_qwen3_reference.py`).
+Shared by the test that loads them and by the script that lets sentence-transformers load the very same
+(`data/make_variant_reference.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from tests.models import MAX_POSITIONS, pplx_config, qwen3_config, qwen3_tensors, write_pplx, write_qwen3
 
 _POOLING = "1_Pooling/config.json"
 
@@ -105,45 +102,4 @@ VARIANTS: dict[str, Callable[[Path], None]] = {
     "later_class_names": _with_later_class_names,
     "gelu_new": _with_activation("gelu_new"),
     "relu": _with_activation("relu"),
-}
-
-
-# --- tiny checkpoints of the Qwen3 family ---
-
-# One word, one word more than once, and more words than there are positions: the end token stays.
-QWEN3_TEXTS = [
-    "w1",
-    "w5 w9 w5 w60 w9",
-    " ".join(f"w{7 * i % 61}" for i in range(MAX_POSITIONS + 20)),
-    "w9 w5 w5 w60 w9",
-]
-
-# Every token visible: what these declare cannot be had from sentence-transformers without running a model's own code.
-BIDIRECTIONAL = ("pplx", "pplx_8_heads_2_kv")
-
-
-def _qwen3(seed: int, *, prefix: str = "", **changes: object) -> Callable[[Path], Path]:
-    config = qwen3_config(**changes)
-    return lambda folder: write_qwen3(
-        folder,
-        config=config,
-        tensors={f"{prefix}{name}": tensor for name, tensor in qwen3_tensors(config, seed).items()},
-    )
-
-
-def _pplx(seed: int, **changes: object) -> Callable[[Path], Path]:
-    config = pplx_config(**changes)
-    return lambda folder: write_pplx(folder, config=config, tensors=qwen3_tensors(config, seed))
-
-
-QWEN3_VARIANTS: dict[str, Callable[[Path], Path]] = {
-    "4_heads_2_kv": _qwen3(1),
-    "4_heads_1_kv": _qwen3(2, num_key_value_heads=1),
-    "narrow_heads": _qwen3(3, num_attention_heads=2, head_dim=8, rope_theta=1000000.0),
-    "language_model": _qwen3(4, prefix="model.", architectures=["Qwen3ForCausalLM"]),
-    "rope_parameters": _qwen3(5, rope_theta=None, rope_parameters={"rope_theta": 500.0, "rope_type": "default"}),
-    "large_epsilon": _qwen3(6, rms_norm_eps=0.25),
-    "not_causal": _qwen3(7, is_causal=False),
-    "pplx": _pplx(8),
-    "pplx_8_heads_2_kv": _pplx(9, num_attention_heads=8, head_dim=32),
 }

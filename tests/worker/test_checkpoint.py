@@ -280,15 +280,6 @@ def test_a_quantiser_that_is_not_alone_behind_the_pooling_is_refused(tmp_path: P
         Checkpoint.read(folder)
 
 
-def test_a_quantiser_of_a_model_without_code_of_its_own_is_refused(folder: Path) -> None:
-    (folder / "1_Pooling").rename(folder / "1_X")
-    types = [*library("Transformer", "Pooling"), "st_quantize.FlexibleQuantizer"]
-    write_json(folder / "modules.json", modules(*types))
-
-    with pytest.raises(ModelError, match=r"modules\.json: type: FlexibleQuantizer is not known of a BertModel"):
-        Checkpoint.read(folder)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -319,15 +310,6 @@ def test_an_adapter_is_refused(folder: Path) -> None:
     write_json(folder / "adapter_config.json", {"peft_type": "LORA"})
 
     with pytest.raises(ModelError, match=r"adapter_config\.json: adapters are not supported"):
-        Checkpoint.read(folder)
-
-
-def test_a_module_outside_the_folder_is_refused(folder: Path) -> None:
-    entries = modules("sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling")
-    entries[1]["path"] = "../elsewhere"
-    write_json(folder / "modules.json", entries)
-
-    with pytest.raises(ModelError, match=r"modules\.json: path: '\.\./elsewhere' leads out"):
         Checkpoint.read(folder)
 
 
@@ -389,12 +371,4 @@ def test_settings_that_are_not_understood_are_refused(
     write_json(folder / file, values)
 
     with pytest.raises(ModelError, match=f"{file}: {message}"):
-        Checkpoint.read(folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", POOLING])
-def test_a_missing_file_is_named(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-
-    with pytest.raises(ModelError, match=f"{name} is missing"):
         Checkpoint.read(folder)

@@ -1,17 +1,16 @@
 """What a model's folder declares, apart from its weights: architecture, pooling, limits, prompts, tokenizer.
 
-The folder is read as sentence-transformers reads it (`modules.json` and the files that it leads to, as its releases 2
-to 6 have written them), or, without `modules.json`, as a bare encoder: mean pooling, no normalisation, no prompts.
+The folder is read as sentence-transformers reads it: `modules.json` and the files that it leads to, as releases 2 to 6
+have written them. Without `modules.json` it is a bare encoder: mean pooling, no normalisation, no prompts.
 
-Everything that could change a vector is either understood or stops the start with a `ModelError` that names the file
-and the field. A warning was rejected: the server would look healthy and answer numbers that no other software gives.
-No code from a model is run, ever. A folder that brings some (`auto_map`) is refused, unless its architecture is one
-whose code a family of `worker.models` stands for. What that code does after pooling (pplx-embed's quantising module) is
-known by the name of its class.
+Everything that could change a vector is understood, or stops the start with a `ModelError` that names the file and the
+field. A warning was rejected: the server would look healthy and return numbers that no other software gives.
 
-What follows the pooling is read in `worker.modules`, the tokenizer in `worker.tokenizer`. A Normalize at the end is not
-a stage but what rows are like unless a client says otherwise (`normalize`). A model that scores pairs has none of that,
-but a head (`worker.scoring`).
+No code from a model is ever run. A folder that brings some (`auto_map`) is refused, unless the row of its architecture
+lists that code (`architectures`). What pplx-embed's code does after pooling is known by the name of its module.
+
+`modules` reads what follows the pooling, and `tokenizer` the tokenizer. A Normalize at the end is not a stage: it is
+the default of `normalize`, which a client may override. A model that scores pairs has a head instead (`scoring`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias, cast
 
 from common.errors import EX_CONFIG
-from worker.checkpoint.architectures import check_architecture, check_own_code, is_pplx, makes_chunks, read_hidden_size
+from worker.checkpoint.architectures import Architecture, find_architecture, makes_chunks, read_hidden_size
 from worker.checkpoint.files import MAX_POSITIONS, JsonFile, ModelError, sha256_of
 from worker.checkpoint.modules import (
     SCORING_CLASSES,
@@ -40,21 +39,18 @@ from worker.checkpoint.modules import (
 )
 from worker.checkpoint.scoring import (
     MESSAGE,
-    TEMPLATES,
     CrossEncoderFiles,
     Scoring,
     Task,
-    is_classifier,
-    is_language_model,
     read_classifier,
     read_language_model,
 )
-from worker.checkpoint.splade import MASKED_LANGUAGE_MODELS, Splade, check_masked, read_bare, read_splade
+from worker.checkpoint.splade import Splade, check_masked, read_bare, read_splade
 from worker.checkpoint.tokenizer import TokenizerFile
 
 logger = logging.getLogger(__name__)
 
-# The first that is there and not empty counts.
+# The Transformer's settings: the first file that is not empty counts.
 _TRANSFORMER_FILES = (
     "sentence_bert_config.json",
     "sentence_roberta_config.json",
@@ -65,8 +61,9 @@ _TRANSFORMER_FILES = (
     "sentence_xlnet_config.json",
 )
 
-# What the Transformer's file may hand on to transformers, under both names that it has had, without a change of
-# numbers: how it is computed, in which dtype (a flag says that here), how rows of a batch are padded (here none is).
+# Options that the Transformer's file may pass on to transformers, because none changes a number: how attention is
+# computed, the dtype (here --dtype says it), how a batch is padded (here it is not). The second map has their old
+# names.
 _HARMLESS_OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "model_kwargs": frozenset({"trust_remote_code", "attn_implementation", "dtype", "torch_dtype"}),
@@ -78,7 +75,7 @@ _FORMER_OPTIONS: Mapping[str, str] = MappingProxyType(
     {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
 )
 
-# What a model is for: what the operator may say it is (`Task`), or rows of tokens alone.
+# What a model is for: a `Task` that the operator may name, or only rows of tokens.
 _Purpose: TypeAlias = Literal["embed", "tokens", "score", "sparse"]
 _PURPOSES: Mapping[_Purpose, str] = MappingProxyType(
     {"embed": "--task embed", "tokens": "rows of tokens", "score": "--task score", "sparse": "--task sparse"}
@@ -87,8 +84,8 @@ _PURPOSES: Mapping[_Purpose, str] = MappingProxyType(
 # Prompts that every model of sentence-transformers has, empty unless it says otherwise.
 _USUAL_PROMPTS = ("query", "document")
 
-# The largest sizes that are believed, and the fields of all families that declare one. What is larger is a slip, and
-# would cost minutes and memory before anything is compared with the weights. Of these, products fit into 64 bits.
+# The largest sizes that are believed, and the fields that declare them, of all families. A larger one is a slip: it
+# would cost minutes and memory before it is compared with the weights. Products of these sizes fit into 64 bits.
 _LARGEST: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
         1_000: ("num_hidden_layers", "n_layers", "n_layer"),
@@ -109,34 +106,33 @@ _SANE_MODEL_MAX_LENGTH = 10_000_000
 class Checkpoint:
     """A model's folder, understood."""
 
-    root: Path  # where modules.json is, and what the folders of stages are relative to
-    folder: Path  # where config.json, the weights and tokenizer.json are; mostly the root
+    root: Path  # holds modules.json; folders of stages are relative to it
+    folder: Path  # holds config.json, the weights and tokenizer.json; usually the root
     config: JsonFile
     config_sha256: str
-    architecture: str
-    tasks: list[str]  # what it is for, of ModelFacts
-    # Their rows stand side by side in this order. None of a scorer and of sparse rows, whose heads say it.
-    poolings: tuple[Pooling, ...]
-    include_prompt: bool  # whether a prompt's tokens are pooled like any others
+    architecture: str  # a name of the table of architectures
+    tasks: list[str]  # what it is for, see ModelFacts
+    poolings: tuple[Pooling, ...]  # their rows stand side by side; empty if the head decides (scores, sparse rows)
+    include_prompt: bool  # whether the tokens of a prompt are pooled
     stages: tuple[Stage, ...]
     dimensions: int  # columns of a row after all stages
     normalize: bool
-    encodings: list[str]  # what vectors may be asked for, names of common.wire.rows
+    encodings: list[str]  # that a client may ask for, names of common.wire.rows
     lower_case: bool
-    length_limit: int | None  # tokens, as its files declare; the position table may set a lower one
+    length_limit: int | None  # tokens, as the files declare; the position table may set a lower limit
     prompts: dict[str, str]
     default_prompt_name: str | None
     tokenizer_sha256: str
-    separator_id: int | None  # the token between chunks that are embedded as one sequence, where it is made for that
-    scoring: Scoring | None  # of a model that scores
-    splade: Splade | None  # of a model of sparse rows
+    separator_id: int | None  # the token between chunks, if the model embeds the chunks of a document as one sequence
+    scoring: Scoring | None  # if the model scores pairs
+    splade: Splade | None  # if the model makes sparse rows
 
     @classmethod
     def read(cls, root: Path, task: Task = "auto") -> Checkpoint:
-        """Everything that the folder declares; `task` is the operator's word on what it is for.
+        """Everything that the folder declares; `task` is what the operator says it is for.
 
         Raises:
-            ModelError: a file is missing or malformed, or declares what is not supported, or is not for this task.
+            ModelError: a file is missing, malformed, declares something that is not supported, or is for another task.
         """
         modules = read_modules(root)
         folder = root / modules[0].folder if modules else root
@@ -159,22 +155,22 @@ class Checkpoint:
             logger.info("%s has no modules.json: mean pooling, no normalisation, no prompts", root)
             if config.text("pooling") not in (None, "avg", "mean"):  # llama-embed's own
                 config.refuse("pooling", "without a modules.json only the mean is supported.")
-            if architecture in TEMPLATES:
-                logger.info("%s: if it is a %s, --task score serves it as one", root, TEMPLATES[architecture].model)
-            if architecture in MASKED_LANGUAGE_MODELS:
+            if architecture.template is not None:
+                logger.info("%s: if it is a %s, --task score serves it as one", root, architecture.template.model)
+            if architecture.vocabulary_head is not None:
                 logger.info("%s: if it is a SPLADE, --task sparse serves it as one", root)
             settings = _SentenceSettings({}, None, None)
             transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
             pipeline = Pipeline(("mean",), True, (), False, hidden_size)
-        if pipeline.quantizes and not is_pplx(architecture):
-            raise ModelError(f"{root / 'modules.json'}: type: FlexibleQuantizer is not known of a {architecture}.")
+        if pipeline.quantizes and not architecture.quantizes:
+            raise ModelError(f"{root / 'modules.json'}: type: FlexibleQuantizer is not known of a {architecture.name}.")
         tokenizer = TokenizerFile.read(folder, config)
-        separator_id = tokenizer.separator_id() if makes_chunks(config) else None
+        separator_id = tokenizer.separator_id() if makes_chunks(architecture, config) else None
         # Without modules.json a context model's own code quantises what it has pooled.
         quantizes = pipeline.quantizes or (separator_id is not None and not modules)
         normalize = pipeline.stages[-1:] == (UnitStage(),)
         stages = pipeline.stages[:-1] if normalize else pipeline.stages
-        # A row over one token is that token's hidden state, unless more becomes of it.
+        # A row over one token is that token's hidden state, unless stages follow.
         has_tokens = purpose == "embed" and len(pipeline.poolings) == 1 and not stages
         return replace(
             cls._read_common(root, config, architecture, transformer, tokenizer),
@@ -192,9 +188,9 @@ class Checkpoint:
 
     @classmethod
     def _read_common(
-        cls, root: Path, config: JsonFile, architecture: str, transformer: JsonFile, tokenizer: TokenizerFile
+        cls, root: Path, config: JsonFile, architecture: Architecture, transformer: JsonFile, tokenizer: TokenizerFile
     ) -> Checkpoint:
-        """What is read of any model, whatever it is for; the caller says that."""
+        """The fields that every model has; the caller fills in those of its purpose."""
         folder = config.path.parent
         length_limit = _length_limit(transformer, tokenizer.settings)
         tokenizer.check_room(length_limit)
@@ -203,7 +199,7 @@ class Checkpoint:
             folder=folder,
             config=config,
             config_sha256=sha256_of(config.path),
-            architecture=architecture,
+            architecture=architecture.name,
             tasks=[],
             poolings=(),
             include_prompt=True,
@@ -222,7 +218,9 @@ class Checkpoint:
         )
 
     @classmethod
-    def _read_sparse(cls, root: Path, modules: list[Module], config: JsonFile, architecture: str) -> Checkpoint:
+    def _read_sparse(
+        cls, root: Path, modules: list[Module], config: JsonFile, architecture: Architecture
+    ) -> Checkpoint:
         folder = config.path.parent
         vocab_size = config.integer("vocab_size")
         if modules:
@@ -247,15 +245,15 @@ class Checkpoint:
 
     @classmethod
     def _read_scorer(
-        cls, root: Path, modules: list[Module], config: JsonFile, architecture: str, task: Task
+        cls, root: Path, modules: list[Module], config: JsonFile, architecture: Architecture, task: Task
     ) -> Checkpoint:
-        folder = config.path.parent
+        folder, is_classifier = config.path.parent, architecture.score_head is not None
         # Without modules.json sentence-transformers reads neither of its two files of settings.
         transformer = JsonFile(folder / _TRANSFORMER_FILES[0], {})
         settings, logit_score = JsonFile(root / _SETTINGS, {}), None
         if modules:
             settings = _read_cross_encoder_settings(root)
-            transformer = _read_transformer(folder, _CLASSIFYING if is_classifier(architecture) else _GENERATING)
+            transformer = _read_transformer(folder, _CLASSIFYING if is_classifier else _GENERATING)
             logit_score = JsonFile.read(root / modules[1].folder / "config.json") if modules[1:] else None
         tokenizer = TokenizerFile.read(folder, config)
         files = CrossEncoderFiles(
@@ -264,8 +262,8 @@ class Checkpoint:
             tokenizer=tokenizer.settings,
             logit_score=logit_score,
         )
-        if is_classifier(architecture):
-            scoring = read_classifier(config, files)
+        if is_classifier:
+            scoring = read_classifier(architecture, config, files)
         else:
             scoring = read_language_model(architecture, config, files, task, tokenizer.vocabulary())
         return replace(
@@ -276,28 +274,30 @@ class Checkpoint:
         )
 
 
-def _choose_purpose(architecture: str, config: JsonFile, modules: list[Module], task: Task) -> _Purpose:
-    """What the folder says, and where it says nothing, the operator, and where nobody does, that it embeds.
+def _choose_purpose(architecture: Architecture, config: JsonFile, modules: list[Module], task: Task) -> _Purpose:
+    """What the folder says it is for, else what the operator says, else "embed".
 
     Raises:
-        ModelError: the operator says something else, or the folder contradicts itself.
+        ModelError: the operator contradicts the folder, or the folder contradicts itself.
     """
     kinds = [module.kind for module in modules]
     declared: _Purpose | None = None
     if modules:
         declared = "embed" if "Pooling" in kinds else "sparse" if kinds in SPARSE_CLASSES else "tokens"
-    if is_classifier(architecture):
+    if architecture.score_head is not None:
         if kinds not in ([], ["Transformer"]):
-            modules[0].entry.refuse("type", f"a {architecture} scores by its own head, and needs no modules {kinds}.")
+            modules[0].entry.refuse(
+                "type", f"a {architecture.name} scores by its own head, and needs no modules {kinds}."
+            )
         declared = "score"
     elif kinds in SCORING_CLASSES:
-        if kinds == ["Transformer"] or not is_language_model(architecture):
+        if kinds == ["Transformer"] or architecture.kind != "causal_lm":
             refuse_modules(modules)
         declared = "score"
     if task == "auto":
         return declared or "embed"
     if declared not in (None, task):
-        raise ModelError(f"--task {task}: {config.path} is of a {architecture} that is for {_PURPOSES[declared]}.")
+        raise ModelError(f"--task {task}: {config.path} is of a {architecture.name} that is for {_PURPOSES[declared]}.")
     return task
 
 
@@ -305,32 +305,31 @@ def _choose_purpose(architecture: str, config: JsonFile, modules: list[Module], 
 
 _SETTINGS = "config_sentence_transformers.json"
 
-# What sentence-transformers calls a model for each purpose; what says nothing is the first.
+# What sentence-transformers calls a model for each purpose; the first is the default.
 _MODEL_TYPES: Mapping[_Purpose, str] = MappingProxyType(
     {"embed": "SentenceTransformer", "tokens": "MultiVectorEncoder", "sparse": "SparseEncoder"}
 )
 
 
-def read_architecture(config: JsonFile) -> str:
-    """The one architecture that config.json names.
+def read_architecture(config: JsonFile) -> Architecture:
+    """The row of the one architecture that config.json names.
 
     Raises:
-        ModelError: none or several, or one that no family has, or that brings unknown code; weights that are quantized;
-            or sizes that no model has, for which memory would be asked.
+        ModelError: there are none or several, no family has it, or it brings unknown code; the weights are quantized;
+            or a size is larger than any model's.
     """
     if config.values.get("quantization_config"):
         config.refuse("quantization_config", "quantized weights are not supported.")
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         config.refuse("architectures", f"a list of one name is needed, not {architectures!r}.")
-    check_own_code(architectures[0], config)
-    check_architecture(architectures[0], config)
+    row = find_architecture(architectures[0], config)
     for most, fields in _LARGEST.items():
         for field in fields:
             value = config.values.get(field)
             if type(value) is int and value > most:
                 config.refuse(field, f"{value} is more than any model has; up to {most} is supported.")
-    return architectures[0]
+    return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +344,7 @@ class _SentenceSettings:
         model_type = config.text("model_type") or _MODEL_TYPES["embed"]
         if model_type != expected_type:
             config.refuse("model_type", f"{model_type!r}, but its modules are those of a {expected_type}.")
-        # similarity_fn_name says how vectors are compared, requirements which releases of other software are needed.
+        # `similarity_fn_name` says how clients compare vectors, `requirements` which software they need.
         harmless = {"__version__", "similarity_fn_name", "requirements"}
         own = {"truncate_dim"} if model_type == _MODEL_TYPES["embed"] else set()
         config.refuse_unknown(frozenset({*harmless, *own, "prompts", "default_prompt_name", "model_type"}))
@@ -364,7 +363,7 @@ class _SentenceSettings:
 def _read_cross_encoder_settings(root: Path) -> JsonFile:
     """Raises ModelError: settings of something else than a CrossEncoder, or a field that is not understood."""
     config = JsonFile.read_optional(root / _SETTINGS)
-    # Heads compute in float32, so what keep_in_fp32_modules asks for is so. Prompts are used by name alone.
+    # `keep_in_fp32_modules` is met: heads compute in float32. `prompts` are used only by `default_prompt_name`.
     harmless = {"__version__", "requirements", "keep_in_fp32_modules", "prompts"}
     config.refuse_unknown(frozenset({*harmless, "activation_fn", "default_prompt_name", "model_type"}))
     if (model_type := config.text("model_type")) != "CrossEncoder":
@@ -374,12 +373,12 @@ def _read_cross_encoder_settings(root: Path) -> JsonFile:
 
 @dataclass(frozen=True, slots=True)
 class _Usage:
-    """What a Transformer is loaded for, in sentence-transformers' words, and what of its output counts."""
+    """What a Transformer is loaded for, in sentence-transformers' words, and which of its outputs counts."""
 
     task: str
     output_name: str
     method_output_name: str
-    is_implied: bool = False  # by a file that says nothing
+    is_implied: bool = False  # whether a file that says nothing means this
 
 
 _EMBEDDING = _Usage("feature-extraction", "token_embeddings", "last_hidden_state", is_implied=True)
@@ -390,7 +389,7 @@ _GENERATING = _Usage("text-generation", "causal_logits", "logits")
 
 
 def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
-    """How the Transformer is used: its length limit, lower-casing, and what of its output counts."""
+    """The Transformer's settings: its length limit, lower-casing, and which of its outputs counts."""
     files = [JsonFile.read_optional(folder / name) for name in _TRANSFORMER_FILES]
     config = next((file for file in files if file.values), files[0])
     known: dict[str, object] = {
@@ -398,7 +397,7 @@ def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
         "module_output_name": usage.output_name,
         "processing_kwargs": {},
         "tokenizer_name_or_path": None,
-        # Of models with a vector a token.
+        # For models with a vector for each token.
         "query_length": None,
         "document_length": None,
         "query_expansion": None,
@@ -410,9 +409,9 @@ def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
     for field, value in known.items():
         if plain.values.get(field) not in (None, value):
             config.refuse(field, f"only {value!r} is supported.")
-    if not usage.is_implied and config.text("transformer_task") is None:  # it would embed
+    if not usage.is_implied and config.text("transformer_task") is None:  # sentence-transformers would embed
         config.refuse("transformer_task", f"missing; {usage.task!r} is needed of these modules.")
-    # With a "message" in it, texts would be put into a chat template.
+    # With a "message" among the modalities, texts would be put into a chat template.
     text_alone = {"text": {"method": "forward", "method_output_name": usage.method_output_name}}
     if plain.values.get("modality_config") not in (None, text_alone):
         config.refuse("modality_config", f"only {text_alone!r} is supported.")
@@ -426,7 +425,7 @@ def _read_transformer(folder: Path, usage: _Usage = _EMBEDDING) -> JsonFile:
 
 
 def _without_chat_template(config: JsonFile) -> JsonFile:
-    """The Transformer's file but for what concerns a chat template: `worker.scoring` decides on that."""
+    """The Transformer's file without what concerns a chat template: `scoring` decides on that."""
     modalities, options = config.values.get("modality_config"), config.values.get("processing_kwargs")
     if not isinstance(modalities, dict) or MESSAGE not in modalities:
         return config
@@ -437,8 +436,7 @@ def _without_chat_template(config: JsonFile) -> JsonFile:
 
 
 def _length_limit(transformer: JsonFile, tokenizer: JsonFile) -> int | None:
-    """max_seq_length where it is given, else the tokenizer's own limit: the former overrides the latter in
-    sentence-transformers too."""
+    """`max_seq_length` if it is given, else the tokenizer's own limit, as in sentence-transformers."""
     declared = transformer.optional_integer("max_seq_length")
     if declared is not None:
         return declared
@@ -449,8 +447,11 @@ def _length_limit(transformer: JsonFile, tokenizer: JsonFile) -> int | None:
 
 
 def main() -> int:
-    """`python -m worker.checkpoint FOLDER [TASK]`: whether the folder declares a model that can be served, in a moment
-    and without torch. Its weights are not looked into."""
+    """`python -m worker.checkpoint.declared FOLDER [TASK]`: says whether the folder declares a model that can be
+    served.
+
+    It takes a moment and no torch, and does not read the weights.
+    """
     folder, task = sys.argv[1], sys.argv[2] if sys.argv[2:] else "auto"
     try:
         Checkpoint.read(Path(folder), cast("Task", task))

@@ -1,4 +1,5 @@
-"""The files of a model's folder: read whole, and their JSON by type. A wrong one is a `ModelError` that names it."""
+"""Reads the files of a model's folder, and the fields of JSON files by type. Errors are `ModelError`s that name the
+file."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-_LARGEST_INTEGER = 2**31 - 1  # of anything that a model has so many of
+_LARGEST_INTEGER = 2**31 - 1  # the most of anything that a model may have
+
+# No model has more positions. A larger number is a slip, and its tables would fill the memory.
+MAX_POSITIONS = 2**22
 
 
 # More than any model takes: what is beyond was not meant, and its tables would fill the memory.
@@ -17,12 +21,12 @@ MAX_POSITIONS = 2**22
 
 
 class ModelError(Exception):
-    """This model cannot be served as its files are. The text names the file and the field, tensor or flag."""
+    """The model cannot be served with these files. The text names the file and the field, tensor or flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFile:
-    """A JSON object of the model's folder, whose fields are read by type; a wrong one is a `ModelError`."""
+    """A JSON object of the model's folder. Its fields are read by type, and a wrong one is a `ModelError`."""
 
     path: Path
     values: dict[str, object]
@@ -98,7 +102,7 @@ def read_file(path: Path) -> bytes:
     Raises:
         ModelError: missing, not a regular file, or not readable.
     """
-    # A symbolic link is followed (the hub's cache consists of them); a pipe would block for ever.
+    # Symbolic links are followed: the hub's cache consists of them. A pipe would block for ever.
     if not path.exists():
         raise ModelError(f"{path} is missing.")
     if not path.is_file():

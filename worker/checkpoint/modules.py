@@ -1,11 +1,11 @@
-"""The modules of a sentence-transformers folder: what becomes of hidden states, as `modules.json` and its files say.
+"""The modules of a sentence-transformers folder: how rows are made of hidden states, as `modules.json` says.
 
     Transformer → Pooling → any of Dense, LayerNorm, Normalize and Dropout, in any order → perhaps a quantiser
     Transformer → any of Dense, Normalize and MultiVectorMask, in any order: a row for each token
-    Transformer → SpladePooling: a weight for each token of the vocabulary (`worker.splade`)
-    Transformer → perhaps LogitScore: a score (`worker.scoring`)
+    Transformer → SpladePooling: a weight for each token of the vocabulary (`splade`)
+    Transformer → perhaps LogitScore: a score (`scoring`)
 
-Files are read as releases 2 to 6 of sentence-transformers have written them. What is not known is refused by its name.
+Files are read as releases 2 to 6 of sentence-transformers have written them. An unknown module is refused by name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from worker.checkpoint.files import JsonFile, ModelError, read_json
 
 Pooling: TypeAlias = Literal["cls", "mean", "last", "max", "mean_sqrt_len", "weighted_mean"]
 
-# Those of sentence-transformers; its releases have them in different packages. The others (CNN, LSTM, Router,
-# SparseAutoEncoder ...) are refused by their names.
+# sentence-transformers' modules that are supported; its releases have them in different packages. Others (CNN, LSTM,
+# Router, SparseAutoEncoder ...) are refused by name.
 _MODULE_CLASSES = (
     "Transformer",
     "Pooling",
@@ -35,23 +35,23 @@ _MODULE_CLASSES = (
     "MultiVectorMask",
 )
 
-# What may follow the Pooling, and, where there is none, the Transformer of a model with a row a token.
+# What may follow the Pooling, and what may follow the Transformer of a model that makes a row for each token.
 _POOLED_CLASSES = frozenset({"Dense", "LayerNorm", "Normalize", "Dropout"})
 _TOKEN_CLASSES = frozenset({"Dense", "Normalize", "MultiVectorMask"})
 
-# What a CrossEncoder has: a classifier alone, or a language model and what makes a score of its logits.
+# What a CrossEncoder has: only a classifier, or a language model and a module that makes a score of its logits.
 SCORING_CLASSES = (["Transformer"], ["Transformer", "LogitScore"])
 
-# What a SparseEncoder has. Formerly it had a Transformer of its own, which fills masks whatever its file says.
+# What a SparseEncoder has. In older releases it has a Transformer of its own, which always fills masks.
 SPARSE_CLASSES = (["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"])
 
-# pplx-embed's own: it makes int8 or bits of what is pooled. Without it vectors are float32 alone. What a caller of
-# sentence-transformers passes to it as `quantization` is here the encoding of a request: "int8" is int8, "binary" (±1)
-# and "ubinary" (bits) are binary, and float32 is what the module is given. A caller who passes nothing gets int8 there,
-# float32 here.
+# pplx-embed's own module makes int8 or bits of the pooled row. Without it vectors are float32. The argument
+# `quantization` that a caller of sentence-transformers passes to it is the encoding of a request here: "int8" is int8,
+# "binary" (±1) and "ubinary" (bits) are binary. Without that argument the module gives int8; a request without an
+# encoding gets float32.
 _QUANTIZER_MODULE, _QUANTIZER_CLASS = "st_quantize", "FlexibleQuantizer"
 
-# Several flags at once stand in this order, whatever the file's is.
+# If several flags are set, their rows stand in this order, whatever the order in the file.
 _POOLING_FLAGS: Mapping[str, Pooling] = MappingProxyType(
     {
         "pooling_mode_cls_token": "cls",
@@ -73,7 +73,7 @@ _POOLING_NAMES: Mapping[object, Pooling] = MappingProxyType(
     }
 )
 
-# Classes of torch.nn that a Dense may name. Their options are not in its file: the defaults hold.
+# Classes of torch.nn that a Dense may name. Its file has no options for them, so the defaults hold.
 _ACTIVATIONS = frozenset(
     {"Identity", "Tanh", "ReLU", "LeakyReLU", "ELU", "GELU", "SiLU", "Mish", "Sigmoid", "Softplus", "Softsign"}
 )
@@ -82,9 +82,9 @@ _ACTIVATION_PACKAGES = ("torch.nn", "torch.nn.modules.activation", "torch.nn.mod
 
 @dataclass(frozen=True, slots=True)
 class DenseStage:
-    """A linear layer and its activation; the row itself, or a linear map of it where widths differ, may be added."""
+    """A linear layer and its activation; the row itself may be added, or a linear map of it if the widths differ."""
 
-    folder: str  # relative to the root: the same model in another place is the same
+    folder: str  # relative to the root, so that a model that has moved is equal to itself
     num_inputs: int
     num_outputs: int
     has_bias: bool
@@ -125,7 +125,7 @@ class Module:
 
 
 def read_modules(root: Path) -> list[Module]:
-    """In their order; none if there is no modules.json."""
+    """The modules in their order; an empty list if there is no modules.json."""
     path = root / "modules.json"
     if not path.exists():
         return []
@@ -139,7 +139,7 @@ def read_modules(root: Path) -> list[Module]:
     if not (is_pooled or has_tokens or kinds in SCORING_CLASSES or kinds in SPARSE_CLASSES):
         refuse_modules(modules)
     names = [module.entry.text("name") for module in modules]
-    if len(set(names)) < len(names):  # in sentence-transformers one takes the other's place
+    if len(set(names)) < len(names):  # sentence-transformers would replace one by the other
         modules[0].entry.refuse("name", f"{names}: each module needs a name of its own.")
     return modules
 
@@ -155,7 +155,7 @@ def _read_module(path: Path, index: int, value: object) -> Module:
     entry = JsonFile(path, value)
     entry.refuse_unknown(frozenset({"idx", "name", "path", "type", "kwargs"}))
     kind = entry.text("type") or ""
-    # sentence_transformers.models.Pooling, or the longer names of later releases: the class is what counts.
+    # Only the class counts: later releases have longer names for sentence_transformers.models.Pooling.
     package, _, class_name = kind.rpartition(".")
     if package.partition(".")[0] == "sentence_transformers":
         if class_name not in _MODULE_CLASSES:
@@ -175,7 +175,7 @@ def _read_module(path: Path, index: int, value: object) -> Module:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What becomes of hidden states."""
+    """How rows are made of hidden states."""
 
     poolings: tuple[Pooling, ...]
     include_prompt: bool
@@ -185,14 +185,14 @@ class Pipeline:
 
     @classmethod
     def read(cls, root: Path, modules: list[Module], hidden_size: int, truncate_dim: int | None) -> Pipeline:
-        poolings: tuple[Pooling, ...] = ("cls",)  # of one token, its hidden state
+        poolings: tuple[Pooling, ...] = ("cls",)  # for a row of one token: its hidden state
         include_prompt, feature, rest = True, "token_embeddings", modules[1:]
         if modules[1].kind == "Pooling":
             poolings, include_prompt = _read_pooling(root / modules[1].folder / "config.json", hidden_size)
             feature, rest = "sentence_embedding", modules[2:]
         num_columns = len(poolings) * hidden_size
         stages: list[Stage] = []
-        following = [module for module in rest if module.kind != "Dropout"]  # it does nothing but in training
+        following = [module for module in rest if module.kind != "Dropout"]  # which acts only in training
         quantizes = any(module.kind == _QUANTIZER_CLASS for module in following)
         if quantizes and len(following) > 1:
             kinds = [module.kind for module in following]
@@ -214,14 +214,14 @@ class Pipeline:
             elif module.kind == "MultiVectorMask":
                 _check_mask(JsonFile.read_optional(root / module.folder / "config.json"))
         if truncate_dim is not None and truncate_dim < num_columns:
-            # Behind a Normalize, as sentence-transformers does: such a row is shorter than unit length.
+            # After a Normalize, as in sentence-transformers: such a row is shorter than unit length.
             stages.append(CutStage(truncate_dim))
             num_columns = truncate_dim
         return cls(poolings, include_prompt, tuple(stages), quantizes, num_columns)
 
 
 def _read_pooling(path: Path, hidden_size: int) -> tuple[tuple[Pooling, ...], bool]:
-    """What is pooled by, and whether the tokens of a prompt are pooled, too."""
+    """The poolings, and whether the tokens of a prompt are pooled."""
     config = JsonFile.read(path)
     widths = ("word_embedding_dimension", "embedding_dimension")
     config.refuse_unknown(frozenset({*widths, "include_prompt", "pooling_mode", *_POOLING_FLAGS}))
@@ -237,7 +237,7 @@ def _read_pooling(path: Path, hidden_size: int) -> tuple[tuple[Pooling, ...], bo
 
 
 def _read_pooling_mode(config: JsonFile) -> tuple[Pooling, ...]:
-    """One name, a list of names or, formerly, a flag for each; where there is nothing of all this, the mean."""
+    """One name, a list of names or, in older files, a flag for each; the mean if there is none of these."""
     flags = {field: config.flag(field, default=False) for field in _POOLING_FLAGS if field in config.values}
     flagged = tuple(_POOLING_FLAGS[field] for field in _POOLING_FLAGS if flags.get(field))
     names = config.values.get("pooling_mode")
@@ -302,7 +302,7 @@ def _read_norm(root: Path, folder: str, num_columns: int) -> NormStage:
 
 
 def _check_feature_names(config: JsonFile, feature: str) -> None:
-    """What a module reads and writes has to be `feature`; written down, where that is not what all once were for."""
+    """Raises ModelError: the module reads or writes another feature than `feature`."""
     given = config.text("module_input_name") or "sentence_embedding"
     if given != feature:
         config.refuse("module_input_name", f"only {feature!r} is supported after these modules, not {given!r}.")
@@ -311,7 +311,7 @@ def _check_feature_names(config: JsonFile, feature: str) -> None:
 
 
 def _check_mask(config: JsonFile) -> None:
-    """Raises ModelError: some tokens would have no row. Which ones would depend on what a text is."""
+    """Raises ModelError: some tokens would have no row, and which ones would depend on the kind of text."""
     config.refuse_unknown(frozenset({"skiplist_words", "skiplist_tasks", "keep_only_token_ids"}))
     for field in ("skiplist_words", "keep_only_token_ids"):
         if config.values.get(field):

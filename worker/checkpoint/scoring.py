@@ -1,16 +1,15 @@
-"""What a folder declares of scores: how many a pair gets, what becomes of them, and how a pair is written.
+"""What a folder declares about scores: how many a pair gets, what is done with them, and how a pair is written.
 
-Two kinds of model score. A classifier (`...ForSequenceClassification`) has a head of its own. A language model answers
-by its next token: the score is the logit of one token, mostly less that of another. That a language model is meant so
-is never guessed: its folder says it (a LogitScore module of sentence-transformers), or the operator does
-(`--task score`), which is how the own folders of Qwen3-Reranker and bge-reranker-v2-gemma are served, since they
-declare nothing.
+Two kinds of model score. A classifier has a head of its own. A language model answers by its next token: the score is
+the logit of one token, usually minus that of another. Whether a language model scores is never guessed. Its folder says
+so (a LogitScore module of sentence-transformers), or the operator does (`--task score`). The published folders of
+Qwen3-Reranker and bge-reranker-v2-gemma declare nothing, so they need the operator.
 
-Scores leave the worker as the model makes them. What a CrossEncoder of sentence-transformers does with them next is
-told to others as `activation`; it keeps their order, so it can be left to whoever answers.
+Scores leave the worker as the model makes them. sentence-transformers' CrossEncoder then applies an activation. It
+keeps their order, so the worker only reports it (`activation`), and the gateway applies it.
 
-A pair is written as the tokenizer writes one. A template is used of the models in `TEMPLATES` alone, and only where the
-operator says so: a checkpoint's chat template is a program, and never run.
+A pair is written as the tokenizer writes one. The template of an architecture is used only if the operator asks for it.
+A checkpoint's chat template is a program, and never run.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from common.wire.messages import MAX_LABELS_BYTES, OWN_PAIRS, labels_bytes
+from worker.checkpoint.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
+    from worker.checkpoint.architectures import Architecture, Template
     from worker.checkpoint.files import JsonFile
 
 Task: TypeAlias = Literal["auto", "embed", "score", "sparse"]
 Activation: TypeAlias = Literal["identity", "sigmoid"]
 
-_CLASSIFIER = "ForSequenceClassification"
-_LANGUAGE_MODEL = "ForCausalLM"
-
-# With this among a Transformer's modalities, texts are put into a chat template.
+# A Transformer with this modality puts texts into a chat template.
 MESSAGE = "message"
 
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -43,40 +41,20 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     }
 )
 
-# Of transformers' tokenizers for models served here the one that tells a pair's texts apart, and whose default it is.
+# The only tokenizer of transformers, among those of the models served here, that tells a pair's texts apart.
 _TYPING_TOKENIZER = "BertTokenizer"
-_TYPING_MODEL_TYPES = ("bert", "nomic_bert")
 
-# transformers does not write `id2label` where there are so many.
+# transformers writes no `id2label` for this number of labels.
 _DEFAULT_NUM_LABELS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
-    """A language model that scores pairs in a template of its own, and the words that it answers by."""
-
-    model: str
-    pair_template: str
-    yes: str
-    no: str | None  # None: the score is the logit of `yes` alone
-
-
-# By the only architecture that each is published with.
-TEMPLATES: Mapping[str, Template] = MappingProxyType(
-    {
-        "Qwen3ForCausalLM": Template("Qwen3-Reranker", "qwen3-reranker", "yes", "no"),
-        "GemmaForCausalLM": Template("bge-reranker-v2-gemma", "bge-reranker-v2-gemma", "Yes", None),
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """The tokens whose logits a language model's score is made of: logit(yes) - logit(no), or logit(yes) alone."""
+    """The tokens that a language model scores by: logit(yes) - logit(no), or only logit(yes)."""
 
     yes: int
     no: int | None
-    tied: bool  # where no language-model head is stored, the embedding table is one
+    tied: bool  # the embedding table is the language-model head, unless a head is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +62,8 @@ class Scoring:
     labels: tuple[str, ...]  # the names of a pair's scores, in their order
     activation: Activation
     pair_template: str
-    instruction: str | None  # the template's where a client says nothing; None: the one that the template comes with
-    has_token_types: bool  # whether the tokenizer tells a pair's second text from its first; the model has to as well
+    instruction: str | None  # default for the template; None: the template's own default
+    has_token_types: bool  # whether the tokenizer tells a pair's second text from its first; the model must, too
     answers: AnswerTokens | None  # None: the model has a head of its own
 
     @property
@@ -96,21 +74,21 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class CrossEncoderFiles:
-    """The files of a CrossEncoder that sentence-transformers has saved, some of them without fields."""
+    """The files of a CrossEncoder as sentence-transformers saves it; a missing one has no fields."""
 
     settings: JsonFile  # config_sentence_transformers.json
     transformer: JsonFile  # sentence_bert_config.json
-    tokenizer: JsonFile  # tokenizer_config.json, which any other folder may have, too
+    tokenizer: JsonFile  # tokenizer_config.json
     logit_score: JsonFile | None  # the config.json of a LogitScore
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether pairs are put into it."""
+        """Whether pairs are put into a chat template."""
         modalities = self.transformer.values.get("modality_config")
         return isinstance(modalities, dict) and MESSAGE in modalities
 
     def default_prompt(self) -> str | None:
-        """What is put before a query unless a client says otherwise; None for nothing.
+        """The text before a query unless a client says otherwise; None if there is none.
 
         Raises:
             ModelError: it is not among the prompts.
@@ -124,15 +102,7 @@ class CrossEncoderFiles:
         return text or None
 
 
-def is_classifier(architecture: str) -> bool:
-    return architecture.endswith(_CLASSIFIER)
-
-
-def is_language_model(architecture: str) -> bool:
-    return architecture.endswith(_LANGUAGE_MODEL)
-
-
-def read_classifier(config: JsonFile, files: CrossEncoderFiles) -> Scoring:
+def read_classifier(architecture: Architecture, config: JsonFile, files: CrossEncoderFiles) -> Scoring:
     """The scores of a model with a head of its own.
 
     Raises:
@@ -148,18 +118,18 @@ def read_classifier(config: JsonFile, files: CrossEncoderFiles) -> Scoring:
         activation=_read_activation(config, files.settings, len(labels)),
         pair_template=OWN_PAIRS,
         instruction=None,
-        has_token_types=_read_token_types(config, files.tokenizer),
+        has_token_types=_read_token_types(architecture, config, files.tokenizer),
         answers=None,
     )
 
 
 def read_language_model(
-    architecture: str, config: JsonFile, files: CrossEncoderFiles, task: Task, vocabulary: Mapping[str, int]
+    architecture: Architecture, config: JsonFile, files: CrossEncoderFiles, task: Task, vocabulary: Mapping[str, int]
 ) -> Scoring:
     """The score of a model that answers by its next token.
 
     Raises:
-        ModelError: a field is not understood, or what only the operator can say is left open.
+        ModelError: a field is not understood, or only the operator can say how the model scores.
     """
     template = None
     if files.logit_score is None or files.has_chat_template:
@@ -177,19 +147,20 @@ def read_language_model(
     )
 
 
-def _find_template(architecture: str, config: JsonFile, files: CrossEncoderFiles, task: Task) -> Template:
-    """Raises ModelError: the operator does not say that it is such a model, or no template is known of one."""
-    template = TEMPLATES.get(architecture)
+def _find_template(architecture: Architecture, config: JsonFile, files: CrossEncoderFiles, task: Task) -> Template:
+    """Raises ModelError: the operator does not ask for a template, or the architecture has none."""
+    template = architecture.template
     if task != "score":
         why = f"{MESSAGE!r}: pairs are put into a chat template, which is a program and never run."
         if template is not None:
             why += f" If this is a {template.model}, --task score serves it with that model's own template."
         files.transformer.refuse("modality_config", why)
     if template is None:
-        known = " and ".join(f"{known.model} ({name})" for name, known in TEMPLATES.items())
+        rows = ARCHITECTURES.values()
+        known = " and ".join(f"{row.template.model} ({row.name})" for row in rows if row.template is not None)
         config.refuse(
             "architectures",
-            f"--task score: of language models only {known} are known by their templates, not a {architecture}.",
+            f"--task score: of language models only {known} are known by their templates, not a {architecture.name}.",
         )
     return template
 
@@ -257,7 +228,7 @@ def _read_activation(config: JsonFile, settings: JsonFile, num_labels: int) -> A
     return _ACTIVATIONS[name]
 
 
-def _read_token_types(config: JsonFile, tokenizer: JsonFile) -> bool:
+def _read_token_types(architecture: Architecture, config: JsonFile, tokenizer: JsonFile) -> bool:
     """Source: transformers' tokenizers: `model_input_names`, or else what their class has."""
     num_types = config.values.get("type_vocab_size")
     if type(num_types) is not int or num_types < 2:
@@ -269,7 +240,8 @@ def _read_token_types(config: JsonFile, tokenizer: JsonFile) -> bool:
         return "token_type_ids" in names
     kind = tokenizer.text("tokenizer_class") or config.text("tokenizer_class")
     if kind is None:
-        return config.text("model_type") in _TYPING_MODEL_TYPES
+        # Without a `model_type` transformers knows of no class.
+        return architecture.types_tokens and config.text("model_type") is not None
     if kind == "PreTrainedTokenizerFast":
         tokenizer.refuse(
             "model_input_names",
@@ -280,13 +252,13 @@ def _read_token_types(config: JsonFile, tokenizer: JsonFile) -> bool:
 
 
 def _read_answers(
-    architecture: str,
+    architecture: Architecture,
     config: JsonFile,
     logit_score: JsonFile | None,
     vocabulary: Mapping[str, int],
     template: Template | None,
 ) -> AnswerTokens:
-    """The tokens that a LogitScore names; with a template its own, which a LogitScore may only repeat."""
+    """The tokens that a LogitScore names. A template has its own tokens, which a LogitScore may only repeat."""
     yes = no = None
     if logit_score is not None:
         logit_score.refuse_unknown(frozenset({"true_token_id", "false_token_id", "module_input_name"}))
@@ -311,9 +283,7 @@ def _read_answers(
             )
         yes, no = spelled
     assert yes is not None, "neither a LogitScore nor a template: this is a bug"
-    # Gemma's default, which its files leave out; the others' files say it.
-    tied = config.flag("tie_word_embeddings", default=architecture.startswith("Gemma"))
-    return AnswerTokens(yes, no, tied)
+    return AnswerTokens(yes, no, config.flag("tie_word_embeddings", default=architecture.is_tied))
 
 
 def _token_id(config: JsonFile, logit_score: JsonFile, field: str) -> int | None:

@@ -1,8 +1,8 @@
-"""What a folder declares of sparse rows: a weight for each token of the vocabulary, by SPLADE.
+"""What a folder declares about sparse rows: a weight for each token of the vocabulary, by SPLADE.
 
-Such a row is made by the head of a masked language model. That a folder is meant so is never guessed: it says it
-(a SpladePooling module of sentence-transformers), or the operator does (`--task sparse`). The latter makes of a bare
-masked language model what sentence-transformers' SparseEncoder does: the maximum over the tokens.
+The head of a masked language model makes such a row. Whether a model does is never guessed. Its folder says so (a
+SpladePooling module of sentence-transformers), or the operator does (`--task sparse`). The latter takes the maximum
+over the tokens, as sentence-transformers' SparseEncoder does with a bare masked language model.
 """
 
 from __future__ import annotations
@@ -10,27 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:
-    from worker.checkpoint.files import JsonFile
+from worker.checkpoint.architectures import ARCHITECTURES
 
-# Those whose head is known. BertForPreTraining has that of BertForMaskedLM, and one more that is not used.
-MASKED_LANGUAGE_MODELS = (
-    "BertForMaskedLM",
-    "BertForPreTraining",
-    "RobertaForMaskedLM",
-    "XLMRobertaForMaskedLM",
-    "CamembertForMaskedLM",
-    "DistilBertForMaskedLM",
-    "MPNetForMaskedLM",
-)
+if TYPE_CHECKING:
+    from worker.checkpoint.architectures import Architecture
+    from worker.checkpoint.files import JsonFile
 
 
 @dataclass(frozen=True, slots=True)
 class Splade:
-    """What becomes of the logits of a row's tokens."""
+    """How the logits of a row's tokens become its weights."""
 
     pooling: Literal["max", "sum"]
-    num_logs: int  # how often log(1 + x) is taken of what is above 0
+    num_logs: int  # how often log(1 + x) is taken of max(x, 0)
 
 
 def read_splade(config: JsonFile, vocab_size: int) -> Splade:
@@ -39,7 +31,7 @@ def read_splade(config: JsonFile, vocab_size: int) -> Splade:
     Raises:
         ModelError: a field is not understood.
     """
-    # chunk_size bounds the memory that is taken at once.
+    # `chunk_size` bounds memory and changes no number.
     known = {"pooling_strategy", "activation_function", "chunk_size"}
     widths = ("embedding_dimension", "word_embedding_dimension")
     config.refuse_unknown(frozenset({*known, *widths}))
@@ -56,21 +48,21 @@ def read_splade(config: JsonFile, vocab_size: int) -> Splade:
     return Splade("max" if strategy == "max" else "sum", 1 if activation == "relu" else 2)
 
 
-def read_bare(architecture: str, config: JsonFile) -> Splade:
+def read_bare(architecture: Architecture, config: JsonFile) -> Splade:
     """What SparseEncoder makes of a folder without modules.json.
 
     Raises:
         ModelError: it would put layers without weights behind it.
     """
-    if not architecture.endswith("ForMaskedLM"):
-        config.refuse("architectures", f"--task sparse: a masked language model is needed, not a {architecture}.")
+    if architecture.kind != "masked_lm":
+        config.refuse("architectures", f"--task sparse: a masked language model is needed, not a {architecture.name}.")
     return Splade("max", 1)
 
 
-def check_masked(architecture: str, config: JsonFile) -> None:
-    """Raises ModelError: it has no head of a masked language model that is known."""
-    if architecture not in MASKED_LANGUAGE_MODELS:
+def check_masked(architecture: Architecture, config: JsonFile) -> None:
+    """Raises ModelError: the architecture has no vocabulary head that is known."""
+    if architecture.vocabulary_head is None:
+        known = ", ".join(row.name for row in ARCHITECTURES.values() if row.vocabulary_head is not None)
         config.refuse(
-            "architectures",
-            f"sparse rows of a {architecture} are not supported; supported are {', '.join(MASKED_LANGUAGE_MODELS)}.",
+            "architectures", f"sparse rows of a {architecture.name} are not supported; supported are {known}."
         )

@@ -1,12 +1,12 @@
-"""Whether tokenizer.json is all there is to a model's tokenizer, and what it says.
+"""A model's tokenizer.json, and whether it says everything about the tokenizer.
 
-Texts are tokenized as tokenizer.json alone says (`common.tokenization`). transformers reads tokenizer_config.json, too:
-some of its classes make their normalisation, or the space before a text, anew from fields of that file and from
-defaults of their own, and it adds tokens that the file lists. Where that would give other tokens than tokenizer.json,
-the start is refused with file and field. Doing what the settings say instead was rejected: which of the two files a
-model was trained with nothing tells.
+Texts are tokenized only as tokenizer.json says (`common.text.tokenization`). transformers reads tokenizer_config.json,
+too. Some of its classes rebuild the normalisation, or the space before a text, from that file and from defaults of
+their own, and it adds the tokens that the file lists. If that would give other tokens than tokenizer.json, the start is
+refused with file and field. Following the settings instead was rejected: nothing tells which of the two files a model
+was trained with.
 
-What changes no token is passed over: whether offsets are trimmed, how text is decoded, how a batch is padded.
+Fields that change no token are ignored: whether offsets are trimmed, how text is decoded, how a batch is padded.
 
 Source: transformers 5.24, models/auto/tokenization_auto.py, AutoTokenizer.from_pretrained (which class is taken);
 tokenization_utils_tokenizers.py, TokenizersBackend (what a class takes of tokenizer.json), and each class's own file.
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What pplx-embed-context's chunks are joined by, unless its tokenizer's settings say otherwise.
+# The token that joins the chunks of pplx-embed-context, unless its tokenizer's settings name another.
 _PPLX_SEPARATOR = "<|endoftext|>"
 
-# Texts of which one makes a token in any tokenizer in use; the last has no tokens but those around it.
+# At least one of these texts can be tokenized by any tokenizer in use; the last gives only the tokens around a text.
 _PROBES = ("a", "0", ".", "")
 
-# transformers' class of a model whose files name none, by the type in its config.json. Others take tokenizer.json.
+# transformers' tokenizer class for a `model_type` whose files name no class. For other types tokenizer.json is all.
 _CLASS_OF_TYPE: Mapping[str, str] = MappingProxyType(
     {
         "bert": "BertTokenizer",
@@ -54,7 +54,7 @@ _CLASS_OF_TYPE: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Types whose tokenizer.json transformers takes as it is, whatever class the files name.
+# Model types for which transformers takes tokenizer.json as it is, whatever class the files name.
 _TYPES_OF_FILE_ALONE = frozenset({"modernbert", "qwen2", "mistral"})
 
 # Classes that make a BertNormalizer of their own. Some are other names of BertTokenizer.
@@ -62,11 +62,11 @@ _BERT_CLASSES = frozenset(
     {"BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer", "ElectraTokenizer", "MobileBertTokenizer"}
 )
 
-# A setting of theirs, what tokenizer.json calls the same, and what holds where the setting is absent.
+# Their settings, the name of each in tokenizer.json, and its default.
 _BERT_SETTINGS = (("do_lower_case", "lowercase", True), ("tokenize_chinese_chars", "handle_chinese_chars", True))
 
-# Classes that make a pre-tokenizer of their own, with a space before each text if `add_prefix_space` says so: of which
-# type, and what holds where the setting is absent.
+# Classes that make a pre-tokenizer of their own: its type, and the default of `add_prefix_space`, which puts a space
+# before each text.
 _PREFIX_CLASSES: Mapping[str, tuple[str, bool]] = MappingProxyType(
     {
         "RobertaTokenizer": ("ByteLevel", False),
@@ -80,21 +80,21 @@ _PREFIX_CLASSES: Mapping[str, tuple[str, bool]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizerFile:
-    """A model's tokenizer.json, which is all there is to its tokenizer."""
+    """A model's tokenizer.json, which says everything about its tokenizer."""
 
     path: Path
     sha256: str
-    settings: JsonFile  # tokenizer_config.json, without fields where there is none
+    settings: JsonFile  # tokenizer_config.json; without fields if it is missing
     vocab_size: int  # rows of the embedding table
     tokenizer: Tokenizer
 
     @classmethod
     def read(cls, folder: Path, config: JsonFile) -> TokenizerFile:
-        """The tokenizer beside config.json, loaded once (a large one takes most of a second).
+        """The tokenizer beside config.json, loaded once: a large one takes most of a second.
 
         Raises:
-            ModelError: it is missing, or none, has words without a row in the embedding table, or its settings ask for
-                what it does not do.
+            ModelError: tokenizer.json is missing or malformed, has words without a row in the embedding table, or
+                contradicts its settings.
         """
         path = folder / "tokenizer.json"
         content = read_file(path)
@@ -120,12 +120,12 @@ class TokenizerFile:
         return file
 
     def vocabulary(self) -> dict[str, int]:
-        """Token → id, of all that have a row in the embedding table."""
+        """Token → id, for all tokens that have a row in the embedding table."""
         tokens = self.tokenizer.get_vocab(with_added_tokens=True)
         return {token: number for token, number in tokens.items() if number < self.vocab_size}
 
     def separator_id(self) -> int:
-        """Of pplx-embed-context: its own code joins chunks by the tokenizer's separator."""
+        """The token that joins the chunks of pplx-embed-context: its own code takes the tokenizer's separator."""
         text = _content(self.settings.values.get("sep_token")) or _PPLX_SEPARATOR
         separator_id = self.vocabulary().get(text)
         if separator_id is None:
@@ -141,8 +141,11 @@ class TokenizerFile:
             )
 
     def _check_ids(self, config: JsonFile) -> None:
-        """Added tokens may lie beyond the table (EmbeddingGemma's <image_soft_token> does): a text that makes one is
-        refused when it comes. What any text may make, or has around it, may not."""
+        """Raises ModelError: a word, or a special token around a text, has no row in the embedding table.
+
+        Added tokens may lie beyond the table, as EmbeddingGemma's <image_soft_token> does. A text that contains one is
+        refused when it arrives.
+        """
         added = self.tokenizer.get_added_tokens_decoder()
         largest = max(self.tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
         for is_pair in (False, True):
@@ -162,11 +165,11 @@ class TokenizerFile:
             )
 
     def _probe(self, is_pair: bool) -> Encoding | None:
-        """How a short text, or a pair, is encoded; None if no probe is."""
+        """How a short text or pair is encoded; None if no probe can be."""
         for probe in _PROBES:
             try:
                 return self.tokenizer.encode(probe, probe if is_pair else None)
-            except Exception:  # noqa: BLE001  # plain Exception; a vocabulary without this word
+            except Exception:  # noqa: BLE001  # the library raises plain Exception; the word is not in the vocabulary
                 continue
         return None
 
@@ -183,7 +186,7 @@ class TokenizerFile:
                 "%s: truncation_side: here a request says which end of a text is cut, by default the right",
                 settings.path,
             )
-        # Some tokenizers of transformers add tokens by themselves; here tokenizer.json says all.
+        # Some of transformers' tokenizers add these tokens themselves; here only tokenizer.json does.
         encoding = self._probe(is_pair=False)
         tokens = encoding.tokens if encoding else []
         for field, token_field, place in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
@@ -194,7 +197,7 @@ class TokenizerFile:
                 settings.refuse(field, f"true, but {self.path.name} does not add {text!r}.")
 
     def _check_added_tokens(self) -> None:
-        """transformers adds the tokens that its file lists: each is then found in any text, also within a word."""
+        """Raises ModelError: a listed token is not in tokenizer.json. transformers would find it in any text."""
         listed = self.settings.values.get("added_tokens_decoder") or {}
         if not isinstance(listed, dict):
             self.settings.refuse("added_tokens_decoder", "a map of ids to tokens is needed.")
@@ -205,13 +208,13 @@ class TokenizerFile:
                 self.settings.refuse("added_tokens_decoder", f"{token!r} is no token.")
             if text in added:
                 continue
-            # A special token among the words is found there, too, unless a text spells it within others.
+            # A special token that is a plain word here is found as well, unless a text spells it within another word.
             is_special = isinstance(token, dict) and token.get("special") is True
             if not is_special or self.tokenizer.token_to_id(text) is None:
                 self.settings.refuse("added_tokens_decoder", f"{text!r} is no added token of {self.path.name}.")
 
     def _check_normalization(self, kind: str) -> None:
-        """Where tokenizer.json has another kind of normalizer there is nothing to compare: it stands."""
+        """Raises ModelError: the BertNormalizer contradicts the settings. Another normalizer is taken as it is."""
         for done in _components(self.tokenizer.normalizer):
             if done.get("type") != "BertNormalizer":
                 continue
@@ -219,7 +222,7 @@ class TokenizerFile:
             for field, own, _ in _BERT_SETTINGS:
                 if asked[own] != done.get(own):
                     self._refuse_contradiction(field, kind, asked[own], f"the normalizer of {{}} has {own} {done[own]}")
-            # Where this says nothing, accents go where letters are made small.
+            # By default accents are stripped if letters are made small.
             strips, stripped = self.settings.values.get("strip_accents"), done.get("strip_accents")
             strips = asked["lowercase"] if strips is None else strips
             stripped = done.get("lowercase") if stripped is None else stripped
@@ -230,7 +233,8 @@ class TokenizerFile:
                 raise ModelError(f"{self.path}: normalizer: clean_text is not true, as that of a {kind} always is.")
 
     def _check_prefix_space(self, kind: str) -> None:
-        """The post-processor's flag of the same name concerns offsets alone."""
+        """Raises ModelError: the pre-tokenizer contradicts `add_prefix_space`. (The post-processor's flag of that name
+        concerns only offsets.)"""
         made, default = _PREFIX_CLASSES[kind]
         asked = self.settings.flag("add_prefix_space", default=default)
         for done in _components(self.tokenizer.pre_tokenizer):
@@ -248,7 +252,7 @@ class TokenizerFile:
 
 
 def _class_name(settings: JsonFile, config: JsonFile) -> str:
-    """Which class of transformers reads the tokenizer; "" if one that takes tokenizer.json as it is."""
+    """The class of transformers that reads the tokenizer; "" if it takes tokenizer.json as it is."""
     model_type = config.text("model_type") or ""
     if model_type in _TYPES_OF_FILE_ALONE:
         return ""
@@ -257,16 +261,16 @@ def _class_name(settings: JsonFile, config: JsonFile) -> str:
 
 
 def _content(token: object) -> str | None:
-    """A token as settings write it: its text, or a map with its text."""
+    """The text of a token, which settings write as a text or as a map."""
     text = cast("dict[str, object]", token).get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 
 
 def _components(part: Normalizer | PreTokenizer | None) -> Iterator[dict[str, object]]:
-    """A normalizer or pre-tokenizer as tokenizer.json writes it, or those that it is a sequence of."""
+    """A normalizer or pre-tokenizer as tokenizer.json writes it; the members of a sequence one by one."""
     if part is None:
         return
-    # The library tells their fields in no other way.
+    # The library offers no other way to read their fields.
     waiting = [json.loads(part.__getstate__())]
     while waiting:
         component = waiting.pop()

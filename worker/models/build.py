@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, cast
 
-from worker.checkpoint.architectures import FAMILIES, check_architecture
-from worker.checkpoint.scoring import is_classifier
+from worker.checkpoint.architectures import ARCHITECTURES
 from worker.models.interface import Model
 
 if TYPE_CHECKING:
@@ -16,14 +15,17 @@ if TYPE_CHECKING:
 def build(architecture: str, config: JsonFile) -> Model:
     """The model that config.json describes, its parameters yet to be filled; a classifier's is a `Scorer`.
 
+    Args:
+        architecture: a name of the table of architectures.
+
     Raises:
-        ModelError: the architecture, or something in its configuration, is not supported.
+        ModelError: something in the configuration is not supported.
     """
-    check_architecture(architecture, config)
-    family = importlib.import_module(f"worker.models.families.{FAMILIES[architecture]}")
+    row = ARCHITECTURES[architecture]
+    family = importlib.import_module(f"worker.models.families.{row.family}")
     body = cast("Model", family.build(architecture, config))
-    if not is_classifier(architecture):
+    if row.score_head is None:
         return body
     from worker.models.heads import Scorer, build_head
 
-    return Scorer(body, build_head(architecture, config, body.shape.hidden_size))
+    return Scorer(body, build_head(row.score_head, config, body.shape.hidden_size))

@@ -1,8 +1,8 @@
-"""From a pair's hidden states to its scores: the heads of classifiers. Those of language models: `worker.answers`.
+"""The heads of classifiers: from a pair's hidden states to its scores. Language models score by `yes_no_head`.
 
-The classifiers of transformers have one of a few heads: a row is pooled, and one or two linear layers make logits of
-it. So a model that scores is the body of its family, which knows nothing of this, and a head beside it (`Scorer`); both
-are filled from the same files by exact name. A head computes in float32, whatever the body's dtype: its rows are few.
+The classifiers of transformers share a few heads: a row is pooled, and one or two linear layers make logits of it. So a
+model that scores is a body, whose family knows nothing of scores, and a head beside it (`Scorer`). Both are filled from
+the same files by exact name. A head computes in float32, whatever the body's dtype, because its rows are few.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from worker.models.yes_no_head import AnswerHead, read_answer_rows
 
 if TYPE_CHECKING:
     from worker.batch.ragged import RaggedBatch
+    from worker.checkpoint.architectures import ScoreHead
     from worker.checkpoint.declared import Checkpoint
     from worker.checkpoint.files import JsonFile
     from worker.checkpoint.modules import Pooling
@@ -32,7 +33,7 @@ _POOLER = "pooler."
 
 
 class Head(nn.Module):
-    """Linear layers and norms one after the other, an activation after the first of several."""
+    """Linear layers and norms one after the other; if there are several, an activation follows the first."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class Head(nn.Module):
     ) -> None:
         """
         Args:
-            pooling: what a row is pooled by.
-            layers: by the names that checkpoints give them.
+            pooling: how a row is made of its tokens.
+            layers: the layers by their names in checkpoints.
             padding_id: a token that "last" skips at a sequence's end.
         """
         super().__init__()
@@ -69,7 +70,7 @@ class Head(nn.Module):
         return tensors
 
     def canonical_name(self, stored_name: str) -> str | None:
-        """What a checkpoint's tensor is called in `checkpoint_tensors`; None if it is none of the head's."""
+        """The name in `checkpoint_tensors` of a checkpoint's tensor; None if it is not the head's."""
         # A pooler is part of the body in checkpoints, and has the body's prefix.
         rest = stored_name.partition(".")[2]
         name = rest if rest.startswith(_POOLER) else stored_name
@@ -77,7 +78,8 @@ class Head(nn.Module):
 
 
 class Scorer(nn.Module):
-    """A body and its head, filled from one checkpoint. Called it is the body: the head sees pooled rows (`output`)."""
+    """A body and its head, filled from one checkpoint. A call runs only the body; the head sees pooled rows
+    (`output`)."""
 
     def __init__(self, body: Model, head: Head) -> None:
         super().__init__()
@@ -98,10 +100,10 @@ class Scorer(nn.Module):
 
 
 class ScoreOutput(Output):
-    """Scores as rows. What a sequence ends with is not pooled if it is `padding_id`, if that is one.
+    """Scores as rows. Padding tokens at the end of a sequence are not pooled, if the head has a `padding_id`.
 
-    Source: transformers' GenericForSequenceClassification takes the last token that is not the padding token, which a
-    sequence alone may end with, too; of a sequence of nothing else it takes the first.
+    Source: transformers' GenericForSequenceClassification takes the last token that is not the padding token, also from
+    a sequence that is not padded. If all tokens are, it takes the first.
     """
 
     def __init__(self, pooling: Pooling, head: nn.Module, num_labels: int, padding_id: int | None = None) -> None:
@@ -114,17 +116,17 @@ class ScoreOutput(Output):
         return super().forward(hidden, batch)
 
 
-def build_head(architecture: str, config: JsonFile, hidden_size: int) -> Head:
+def build_head(kind: ScoreHead, config: JsonFile, hidden_size: int) -> Head:
     """The head of a classifier, its parameters yet to be filled.
 
     Raises:
         ModelError: a field is missing, or has a value that is not implemented.
     """
-    return _HEADS[architecture](config, hidden_size, read_num_labels(config))
+    return _BUILDERS[kind](config, hidden_size, read_num_labels(config))
 
 
 def load_scores(checkpoint: Checkpoint, model: Model, device: torch.device) -> tuple[Output, str]:
-    """What makes scores of the model's hidden states, and a SHA-256 over what was read for it.
+    """The module that makes scores of hidden states, and a SHA-256 over the weights that were read for it.
 
     Raises:
         ModelError: the rows of the answer tokens are missing, of another shape or not finite.
@@ -142,7 +144,7 @@ def load_scores(checkpoint: Checkpoint, model: Model, device: torch.device) -> t
 
 
 def _pooler_head(config: JsonFile, hidden_size: int, num_labels: int) -> Head:
-    """BertForSequenceClassification's, which those of other encoders repeat."""
+    """The head of BertForSequenceClassification, which other encoders share."""
     layers = {"pooler.dense": _linear(hidden_size, hidden_size), "classifier": _linear(hidden_size, num_labels)}
     return Head("cls", layers)
 
@@ -178,30 +180,20 @@ def _modernbert_head(config: JsonFile, hidden_size: int, num_labels: int) -> Hea
     return Head("mean" if pooling == "mean" else "cls", layers, ACTIVATIONS[activation].function)
 
 
-def _decoder_head(config: JsonFile, hidden_size: int, num_labels: int) -> Head:
+def _last_token_head(config: JsonFile, hidden_size: int, num_labels: int) -> Head:
     padding_id = config.values.get("pad_token_id")
     if padding_id is not None and type(padding_id) is not int:
         config.refuse("pad_token_id", f"a token id is needed, not {padding_id!r}.")
     return Head("last", {"score": _linear(hidden_size, num_labels, bias=False)}, padding_id=padding_id)
 
 
-_HEADS: Mapping[str, Callable[[JsonFile, int, int], Head]] = MappingProxyType(
+_BUILDERS: Mapping[ScoreHead, Callable[[JsonFile, int, int], Head]] = MappingProxyType(
     {
-        "BertForSequenceClassification": _pooler_head,
-        "RobertaForSequenceClassification": _roberta_head,
-        "XLMRobertaForSequenceClassification": _roberta_head,
-        "CamembertForSequenceClassification": _roberta_head,
-        "DistilBertForSequenceClassification": _distilbert_head,
-        "MPNetForSequenceClassification": _roberta_head,
-        "ModernBertForSequenceClassification": _modernbert_head,
-        "NomicBertForSequenceClassification": _pooler_head,
-        "NewForSequenceClassification": _pooler_head,
-        "GteForSequenceClassification": _pooler_head,
-        "Qwen2ForSequenceClassification": _decoder_head,
-        "Qwen3ForSequenceClassification": _decoder_head,
-        "LlamaForSequenceClassification": _decoder_head,
-        "MistralForSequenceClassification": _decoder_head,
-        "Gemma3TextForSequenceClassification": _decoder_head,
+        "pooler": _pooler_head,
+        "roberta": _roberta_head,
+        "distilbert": _distilbert_head,
+        "modernbert": _modernbert_head,
+        "last_token": _last_token_head,
     }
 )
 
@@ -211,7 +203,7 @@ def _linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Linear:
 
 
 def _trimmed_stops(batch: RaggedBatch, padding_id: int) -> torch.Tensor:
-    """int32 [rows]: one past the last token of each row that is not `padding_id`, or past the first if all are."""
+    """int32 [rows]: one past the last token of each row that is not `padding_id`; past its first if all are."""
     starts, stops = batch.spans
     ends = torch.arange(1, len(batch.token_ids) + 1, dtype=torch.int32, device=starts.device)
     kept = torch.where(batch.token_ids == padding_id, 0, ends).cummax(0).values  # [tokens]

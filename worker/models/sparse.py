@@ -3,15 +3,16 @@
     hidden states → the head of a masked language model → logits [tokens, vocabulary]
                   → log(1 + max(x, 0)), once or twice → maximum or sum over a row's tokens → the weights that are not 0
 
-Every token of a row counts, special ones too. The head computes in float32, whatever the body's dtype: what is kept is
-what lies above 0, and there rounding decides what exists.
+Every token of a row counts, special ones too. The head computes in float32, whatever the body's dtype: weights above 0
+are kept, and near 0 rounding would decide which ones exist.
 
-16,384 tokens times 30,522 columns are 2 GB, so logits are made of some columns of the vocabulary at a time, for all
-tokens: as many as fit a buffer of fixed size, which stays in a device's cache. Rejected: some tokens at a time. Rows
-would have to be added to, so that a sum depended on where its sequence lies in the batch.
+The logits of 16,384 tokens and 30,522 columns take 2 GB. So they are made for all tokens and a few columns of the
+vocabulary at a time: as many as fit a buffer of fixed size, which stays in a device's cache. Making them for a few
+tokens at a time was rejected: rows would be added up in parts, and a sum would depend on its sequence's place in the
+batch.
 
-A step leaves dense float32 rows on the device; how many of a row's columns are not 0 is only known there, and asking
-would wait for it. They are compressed by whoever reads them (`compress`), which takes the launching thread no time.
+A step leaves dense float32 rows on the device. Only the device knows how many columns of a row are not 0, and asking
+would wait for it. The thread that reads the rows compresses them (`compress`), so the launching thread loses no time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.nn import functional
 
 from common.wire.rows import MAX_FRAME_BYTES
 from worker.batch.lazy import FLAG_BYTES, Rows
+from worker.checkpoint.architectures import ARCHITECTURES
 from worker.checkpoint.files import ModelError
 from worker.checkpoint.weights import fit, open_weights
 from worker.models.heads import Head, Scorer
@@ -39,12 +41,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from worker.batch.ragged import RaggedBatch
+    from worker.checkpoint.architectures import VocabularyHead as VocabularyHeadKind
     from worker.checkpoint.declared import Checkpoint
     from worker.checkpoint.files import JsonFile
     from worker.checkpoint.splade import Splade
     from worker.models.interface import Model
 
-# Of logits at once: 16 MiB. On a CPU, 512 tokens of 768 columns, 1 to 16 MiB made no difference (2026-11-30).
+# Logits in the buffer: 16 MiB. On a CPU, 512 tokens of 768 columns, 1 to 16 MiB made no difference (2026-11-30).
 _LOGITS_AT_ONCE = 1 << 22
 
 # How TensorFlow's checkpoints name a layer norm's parameters.
@@ -53,12 +56,12 @@ _LEGACY_KINDS: Mapping[str, str] = MappingProxyType({"gamma": "weight", "beta": 
 
 @dataclass(frozen=True, slots=True)
 class _HeadNames:
-    """How an architecture's checkpoints call the parts of its head, and the table that the last one is tied to."""
+    """The names of a head's parts in checkpoints, and of the table that the decoder is tied to."""
 
     transform: str
     norm: str
     decoder: str
-    bias: str | None  # what the decoder's bias is tied to, another name of which may be all that is stored
+    bias: str | None  # the tensor that the decoder's bias is tied to; either name may be the one that is stored
     table: str = "embeddings.word_embeddings.weight"
 
 
@@ -73,7 +76,7 @@ class VocabularyHead(Head):
         activation: Callable[[torch.Tensor], torch.Tensor],
         table: torch.Tensor,
     ) -> None:
-        """`table` is what the decoder is tied to: [vocabulary, size], any floating dtype, yet to be filled."""
+        """`table`, to which the decoder is tied, is [vocabulary, size] of any floating dtype, yet to be filled."""
         layers = {
             names.transform: nn.Linear(size, size, dtype=torch.float32),
             names.norm: nn.LayerNorm(size, eps=epsilon, dtype=torch.float32),
@@ -83,10 +86,10 @@ class VocabularyHead(Head):
         self.bias = nn.Parameter(torch.empty(len(table), dtype=torch.float32))
         self.decoder: nn.Parameter | None = None
         self._bias_name = f"{names.decoder}.bias" if names.bias is None else names.bias
-        self._table = (table,)  # the body's, not another parameter
+        self._table = (table,)  # in a tuple: it is the body's parameter, not another one
 
     def untie(self, *, weight: bool, bias: bool) -> None:
-        """Have the decoder's own weight, its own bias, or both in the checkpoint's stead of those it is tied to."""
+        """Give the decoder a weight of its own, a bias of its own, or both, instead of those that it is tied to."""
         if weight:
             (table,) = self._table
             self.decoder = nn.Parameter(torch.empty(table.shape, dtype=torch.float32), requires_grad=False)
@@ -94,7 +97,8 @@ class VocabularyHead(Head):
             self._bias_name = f"{self.names.decoder}.bias"
 
     def logits(self, rows: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """float32 [tokens, size], transformed → float32 [tokens, stop - start], of these tokens of the vocabulary."""
+        """Transformed rows, float32 [tokens, size] → logits of the vocabulary's tokens from `start` to `stop`, float32
+        [tokens, stop - start]."""
         table = self._table[0] if self.decoder is None else self.decoder
         return functional.linear(rows, table[start:stop].float(), self.bias[start:stop])
 
@@ -109,7 +113,7 @@ class VocabularyHead(Head):
 
 
 class SparseOutput(Output):
-    """A row's columns are the vocabulary's tokens; what it asks for besides (`normalize`) means nothing."""
+    """A row has a column for each token of the vocabulary. `normalize` and the like have no meaning for it."""
 
     is_sparse = True
 
@@ -132,11 +136,11 @@ class SparseOutput(Output):
         for start in range(0, self.dimensions, num_columns):
             stop = min(start + num_columns, self.dimensions)
             logits = head.logits(transformed, start, stop)
-            if self._splade.pooling == "max":  # of logits rather than weights: the order is the same
+            if self._splade.pooling == "max":  # of the logits: weights have the same order
                 weights[:, start:stop] = self._activate(pool(logits, batch.spans, "max"))
             else:
                 weights[:, start:stop] = total(self._activate(logits), batch.spans)
-        # None is negative, so a row's sum is finite exactly where all of it is.
+        # No weight is negative, so a row's sum is finite exactly if all its weights are.
         rows.view(torch.int32)[:, 0] = torch.isfinite(weights.sum(dim=1))
         return rows.view(torch.uint8)
 
@@ -151,15 +155,17 @@ assert FLAG_BYTES == 4, "a row's flag takes the place of one float32"
 
 
 def compress(dense: Rows, dimensions: npt.NDArray[np.int32]) -> Rows:
-    """The rows of a sparse batch as they travel, see `common.wire.rows.SPARSE`; one that is not finite has no values.
+    """The rows of a sparse batch in their wire format, `common.wire.rows.SPARSE`. A row that is not finite has no
+    values.
 
     Args:
-        dense: rows are float32, uint8 [rows, 4 * vocabulary].
+        dense: float32 rows as uint8 [rows, 4 * vocabulary].
         dimensions: [rows] how many columns count.
 
     Raises:
-        RuntimeError: they are more than a message holds. (A language model that was not trained to be sparse may keep
-            most of its columns, and then takes twice what dense rows do.)
+        RuntimeError: the rows are more than a message holds. A language model that was not trained to be sparse may
+        keep
+            most of its columns, and then takes twice as much as dense rows.
     """
     values = dense.rows.view("<f4")
     kept = values != 0
@@ -180,14 +186,16 @@ def compress(dense: Rows, dimensions: npt.NDArray[np.int32]) -> Rows:
 
 
 def build_sparse(checkpoint: Checkpoint, body: Model, device: torch.device) -> tuple[Model, Output]:
-    """The body with the head of its masked language model, both yet to be filled, and what makes rows of them.
+    """The body with the head of its masked language model, both yet to be filled, and the module that makes rows.
 
     Raises:
         ModelError: a field is missing or has a value that is not implemented, or the weights cannot be read.
     """
     assert checkpoint.splade is not None
     config = checkpoint.config
-    head = _HEADS[checkpoint.architecture](config, body)
+    kind = ARCHITECTURES[checkpoint.architecture].vocabulary_head
+    assert kind is not None, "a sparse checkpoint without a head: this is a bug"
+    head = _BUILDERS[kind](config, body)
     model = Scorer(body, head)
     with open_weights(checkpoint.folder) as weights:
         shapes = {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
@@ -199,7 +207,7 @@ def build_sparse(checkpoint: Checkpoint, body: Model, device: torch.device) -> t
                 f"{weights.source}: {head.names.decoder}.weight is missing, and {config.path}: tie_word_embeddings "
                 "says that it is not tied to the embeddings."
             )
-    # Source: transformers' `tie_weights`: what is stored counts, even if config.json says that it is tied.
+    # Source: transformers' `tie_weights`: a stored tensor counts, even if config.json says that it is tied.
     head.untie(weight=has_weight, bias=has_bias)
     head.to(device)
     return model, SparseOutput(head, checkpoint.splade, body.shape.vocab_size)
@@ -235,14 +243,6 @@ def _head(names: _HeadNames, body: Model, epsilon: float, activation: str | None
     return VocabularyHead(names, body.shape.hidden_size, epsilon, function, table)
 
 
-_HEADS: Mapping[str, Callable[[JsonFile, Model], VocabularyHead]] = MappingProxyType(
-    {
-        "BertForMaskedLM": _bert_head,
-        "BertForPreTraining": _bert_head,
-        "RobertaForMaskedLM": _roberta_head,
-        "XLMRobertaForMaskedLM": _roberta_head,
-        "CamembertForMaskedLM": _roberta_head,
-        "DistilBertForMaskedLM": _distilbert_head,
-        "MPNetForMaskedLM": _roberta_head,
-    }
+_BUILDERS: Mapping[VocabularyHeadKind, Callable[[JsonFile, Model], VocabularyHead]] = MappingProxyType(
+    {"bert": _bert_head, "roberta": _roberta_head, "distilbert": _distilbert_head}
 )

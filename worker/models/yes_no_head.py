@@ -1,10 +1,10 @@
-"""The answers of a language model that scores: two rows of its head, and what they make of a pair's hidden state.
+"""The head of a language model that scores by answering: two rows of its vocabulary head, "yes" and "no".
 
-A head is a table as large as the vocabulary, of which a score needs two rows. They are read on their own, so that the
-table is never in memory; where none is stored and it is tied to the embeddings, theirs are. That the loader has read
-them before, or will, does not matter: what is read here has a hash of its own.
+A vocabulary head is as large as the vocabulary, and a score needs two of its rows. They are read on their own, so that
+the whole table is never in memory. If no head is stored and it is tied to the embeddings, the rows of the embeddings
+are read. They have a hash of their own, whatever else the loader reads.
 
-Where the rows lie is known from the files' headers, so `hedgerow inspect` can tell that there are none.
+The files' headers tell where the rows lie, so `hedgerow inspect` can say that they are missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EMBEDDING_TABLE = "embed_tokens.weight"
 
 
 class AnswerHead(nn.Module):
-    """logit(yes) - logit(no), or logit(yes) alone, from the rows of these tokens in a language model's head."""
+    """logit(yes) - logit(no), or only logit(yes), from the rows of these tokens in a language model's head."""
 
     rows: torch.Tensor
 
@@ -47,19 +47,19 @@ class AnswerHead(nn.Module):
 
 
 def check_answer_rows(checkpoint: Checkpoint, model: Model) -> None:
-    """Whether the files hold the rows of a checkpoint with `scoring.answers`, as far as their headers tell; `model` may
-    be on torch's meta device.
+    """Check by the files' headers that they hold the rows of a checkpoint with `scoring.answers`. `model` may be on
+    torch's meta device.
 
     Raises:
-        ModelError: as `read_answer_rows`, but for numbers that are not finite.
+        ModelError: as `read_answer_rows`, except for numbers that are not finite.
     """
     with open_weights(checkpoint.folder) as weights:
         _find_table(weights, model, _answers(checkpoint))
 
 
 def read_answer_rows(checkpoint: Checkpoint, model: Model) -> tuple[torch.Tensor, str]:
-    """Of a checkpoint with `scoring.answers`: float32 [1 or 2, hidden] on the host, and the SHA-256 of its bytes in the
-    files.
+    """The rows of a checkpoint with `scoring.answers`, float32 [1 or 2, hidden] on the host, and the SHA-256 of their
+    bytes in the files.
 
     Raises:
         ModelError: the rows are missing, of another shape, or not finite, or the files are damaged.
@@ -84,9 +84,9 @@ def _answers(checkpoint: Checkpoint) -> AnswerTokens:
 
 
 def _find_table(weights: Weights, model: Model, answers: AnswerTokens) -> StoredTensor:
-    """The head, or the table that it is tied to.
+    """The head, or the embedding table that it is tied to.
 
-    Source: transformers' `tie_weights`: a head that is stored counts, even if config.json says that it is tied.
+    Source: transformers' `tie_weights`: a stored head counts, even if config.json says that it is tied.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
     fitted = fit(weights, shapes, model.canonical_name)

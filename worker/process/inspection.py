@@ -1,8 +1,8 @@
-"""`hedgerow inspect`: what is understood of a model's folder, and whether it can be served, in a second or two.
+"""`hedgerow inspect`: how a model's folder is understood, and whether it can be served, in a second or two.
 
-Everything that a start would refuse is found but what only the numbers tell: of the model's weights nothing but the
-headers is read, and compared with the model built on torch's meta device, which holds shapes alone. A start ends at the
-first problem; this goes on as far as it can, since whoever repairs a folder wants the whole list.
+An inspection finds everything that a start would refuse, except numbers that are not finite. It reads only the headers
+of the weights, and compares them with the model built on torch's meta device, which holds only shapes. A start ends at
+the first problem. An inspection goes on as far as it can, because a person who repairs a folder wants the whole list.
 
 Run as `python -m worker.process.inspection NAME FOLDER TASK text|json`; `common.deploy.cli` finds the folder.
 """
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from worker.models.interface import Model
 
 
-_DIGEST_LENGTH = 16  # of what is shown of a SHA-256
+_DIGEST_LENGTH = 16  # characters of a SHA-256 that are shown
 _LABEL_WIDTH = 20
-_PROBE = "a"  # a text that shows where special tokens are put
+_PROBE = "a"  # a text that shows where special tokens go
 
 Result = TypeVar("Result")
 Facts = dict[str, object]  # what --json prints: texts, numbers, flags, and lists and maps of them
@@ -41,17 +41,17 @@ Facts = dict[str, object]  # what --json prints: texts, numbers, flags, and list
 
 @dataclass(slots=True)
 class Inspection:
-    """What has been found so far; `problems` is empty if the model can be served."""
+    """The findings so far; `problems` is empty if the model can be served."""
 
     name: str
     folder: Path
-    task: Task = "auto"  # the operator's word on what it is for
+    task: Task = "auto"  # what the operator says the model is for
     problems: list[str] = field(default_factory=list)
     facts: dict[str, Facts] = field(default_factory=dict)  # by section
 
     @classmethod
     def of(cls, name: str, folder: Path, task: Task = "auto") -> Inspection:
-        """All that can be found out about a folder without reading its weights."""
+        """Everything that can be found out about a folder without reading its weights."""
         inspection = cls(name, folder, task)
         inspection._inspect()
         return inspection
@@ -66,7 +66,7 @@ class Inspection:
             folder = checkpoint.folder
             self.facts["declared"] = _declared(checkpoint)
         elif (self.folder / "config.json").exists():
-            folder = self.folder  # where the others of most models are
+            folder = self.folder  # which usually holds the other files, too
         else:
             return
         model = self._attempt(lambda: _build_on_meta(JsonFile.read(folder / "config.json"), checkpoint))
@@ -85,7 +85,7 @@ class Inspection:
             self._attempt(lambda: _check_answers(checkpoint, model))
 
     def _inspect_weights(self, folder: Path, model: Model | None) -> None:
-        """Raises ModelError: a file is missing or damaged. What does not fit the model is noted."""
+        """Raises ModelError: a file is missing or damaged. Tensors that do not fit the model are noted."""
         with open_weights(folder) as weights:
             tensors = [tensor for file in weights.files for tensor in file.tensors.values()]
             facts: Facts = {
@@ -104,7 +104,7 @@ class Inspection:
             self._note(*fitted.problems)
 
     def _attempt(self, find: Callable[[], Result]) -> Result | None:
-        """What `find` returns; None, and a problem noted, where it refuses."""
+        """What `find` returns; None if it refuses, and the problem is noted."""
         try:
             return find()
         except ModelError as error:
@@ -133,9 +133,9 @@ class Inspection:
 
 
 def _build_on_meta(config: JsonFile, checkpoint: Checkpoint | None) -> Model:
-    """Without a checkpoint (something in it is wrong) as its architecture alone says."""
-    architecture = read_architecture(config)
-    import torch  # only now: what is wrong in the JSON is said without it
+    """The model of a folder. Without a checkpoint, which has a problem, only its architecture counts."""
+    architecture = read_architecture(config).name
+    import torch  # only now: problems in the JSON files are found without it
 
     with torch.device("meta"):
         model = build(architecture, config)
@@ -147,7 +147,7 @@ def _build_on_meta(config: JsonFile, checkpoint: Checkpoint | None) -> Model:
 
 
 def _load_stages(checkpoint: Checkpoint) -> None:
-    """Raises ModelError: what follows the pooling cannot be loaded. Its few weights are really read."""
+    """Raises ModelError: a stage after the pooling cannot be loaded. Its few weights are read."""
     import torch
 
     from worker.models.output import load_output
@@ -156,7 +156,7 @@ def _load_stages(checkpoint: Checkpoint) -> None:
 
 
 def _check_answers(checkpoint: Checkpoint, model: Model | None) -> None:
-    """Raises ModelError: the weights do not hold what a language model scores by."""
+    """Raises ModelError: the weights lack the rows that a language model scores by."""
     from worker.models.yes_no_head import check_answer_rows
 
     if model is not None:
@@ -164,7 +164,7 @@ def _check_answers(checkpoint: Checkpoint, model: Model | None) -> None:
 
 
 def _declared(checkpoint: Checkpoint) -> Facts:
-    """Every field of the checkpoint, so that one that is new is shown without being named here."""
+    """Every field of the checkpoint, so that a new one is shown without being named here."""
     facts: Facts = {}
     for item in dataclasses.fields(checkpoint):
         value = getattr(checkpoint, item.name)
@@ -177,7 +177,7 @@ def _declared(checkpoint: Checkpoint) -> Facts:
 
 
 def _plain(value: object) -> object:
-    """Of what JSON has."""
+    """The value in JSON's types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -206,7 +206,7 @@ def _model_facts(model: Model) -> Facts:
 
 
 def _length_facts(checkpoint: Checkpoint, model: Model) -> Facts:
-    """How long a text may be, and which file says so."""
+    """The length limit, and which file sets it."""
     limit = length_limit(checkpoint, model)
     if limit != checkpoint.length_limit:
         return {"max_tokens": limit, "max_tokens_from": "config.json (positions)"}
@@ -263,7 +263,7 @@ def main() -> int:
     name, folder, task, form = sys.argv[1:]
     inspection = Inspection.of(name, Path(folder), cast("Task", task))
     text = inspection.to_json() if form == "json" else inspection.to_text()
-    # As bytes: a name or a prompt may hold what the terminal's encoding, or any, does not.
+    # As bytes: a name or a prompt may hold characters that the terminal's encoding, or any encoding, lacks.
     sys.stdout.buffer.write(f"{text}\n".encode(errors="backslashreplace"))
     return 0 if inspection.servable else EX_CONFIG
 

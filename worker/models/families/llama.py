@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from worker.checkpoint.architectures import ARCHITECTURES
 from worker.models.families.decoder import DecoderConfig, DecoderModel, check_bidirectional, is_causal
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from worker.checkpoint.files import JsonFile
 
-_BIDIRECTIONAL_ARCHITECTURE = "LlamaBidirectionalModel"
 _DEFAULT_THETA = 10000.0
 
 
@@ -33,7 +33,7 @@ class LlamaConfig(DecoderConfig):
         if config.values.get("num_key_value_heads") is None:
             num_heads = config.integer("num_attention_heads")
             config = dataclasses.replace(config, values=config.values | {"num_key_value_heads": num_heads})
-        if architecture == _BIDIRECTIONAL_ARCHITECTURE:
+        if ARCHITECTURES[architecture].is_bidirectional:
             check_bidirectional(architecture, config)
             model_type, causal = "llama_bidirec", False
         else:

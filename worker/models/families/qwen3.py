@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from worker.checkpoint.architectures import ARCHITECTURES
 from worker.models.families.decoder import DecoderConfig, DecoderModel, check_bidirectional, is_causal, qwen_windows
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from worker.checkpoint.files import JsonFile
 
-_PPLX_ARCHITECTURE = "PPLXQwen3Model"
 _PPLX_MODEL_TYPE = "bidirectional_pplx_qwen3"
 
 
@@ -28,7 +28,7 @@ class Qwen3Config(DecoderConfig):
     def parse(cls, architecture: str, config: JsonFile) -> Self:
         """Raises ModelError: a field is missing, or has a value that is not implemented."""
         config.integer("head_dim")  # it does not follow from the others
-        if architecture == _PPLX_ARCHITECTURE:
+        if ARCHITECTURES[architecture].is_bidirectional:
             check_bidirectional(architecture, config)
             for field in ("attention_bias", "use_sliding_window"):
                 if config.flag(field, default=False):
