@@ -19,6 +19,7 @@ from common.config import ServeConfig, to_environment
 from common.deploy import launch
 from common.model_location import ModelFolder
 from common.wire.transport import prepare_run_dir
+from tests.suite import ROOT
 from tests.timing import assert_in_time
 
 
@@ -125,7 +126,7 @@ def test_of_several_models_each_has_programs_and_a_folder_of_its_own(run_dir: st
     parser = configparser.RawConfigParser(inline_comment_prefixes=(" ;",))
     parser.read(path)
     shipped = configparser.RawConfigParser(inline_comment_prefixes=(" ;",))
-    shipped.read(Path(launch.__file__).parent.parent / "supervisord.conf")
+    shipped.read(ROOT / "supervisord.conf")
     assert [name for name in parser.sections() if "program" in name] == [
         "program:scheduler-A",
         "program:scheduler-b.2",

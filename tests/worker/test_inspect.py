@@ -217,7 +217,7 @@ def test_what_is_wrong_in_the_json_is_said_without_loading_torch(tmp_path: Path)
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from worker.inspection import Inspection\n"
+        "from worker.process.inspection import Inspection\n"
         "print(Inspection.of('x', Path(sys.argv[1])).problems[0], 'torch' in sys.modules)\n"
     )
 

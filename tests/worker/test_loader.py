@@ -396,9 +396,9 @@ def test_loading_takes_little_memory_beside_the_parameters(tmp_path: Path) -> No
     script = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from worker.checkpoint import JsonFile\n"
-        "from worker.loader import load_weights\n"
-        "from worker.models import build\n"
+        "from worker.checkpoint.files import JsonFile\n"
+        "from worker.models.loader import load_weights\n"
+        "from worker.models.build import build\n"
         "folder = Path(sys.argv[1])\n"
         "model = build('BertModel', JsonFile.read(folder / 'config.json'))\n"
         "for parameter in model.parameters():\n"
