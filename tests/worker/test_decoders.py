@@ -128,6 +128,7 @@ def test_the_vectors_are_those_of_transformers(family: str, is_causal: bool, tmp
     parity.check(FAMILIES[family](is_causal=is_causal), tmp_path, LIMIT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
@@ -166,6 +167,7 @@ def test_a_variants_vectors_are_those_of_transformers(model: PreTrainedModel, tm
     parity.check(model, tmp_path, LIMIT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -203,6 +205,7 @@ def test_dynamic_scaling_changes_no_text_of_up_to_the_trained_length(tmp_path: P
     np.testing.assert_array_equal(rows[1:], parity.rows_of(plain, ids))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "fields", "change"),
     [

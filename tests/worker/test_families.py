@@ -224,6 +224,7 @@ FLIPS: dict[str, tuple[Callable[[], PreTrainedModel], list[dict[str, object]]]] 
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "change"),

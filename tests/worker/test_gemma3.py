@@ -83,6 +83,7 @@ def hidden_states(folder: Path, ids: list[int], dtype: torch.dtype = torch.float
     return hidden
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(
@@ -104,6 +105,7 @@ def test_the_vectors_are_those_of_transformers(bidirectional: bool, changes: dic
     assert engine.hello().architecture == "Gemma3TextModel"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(
@@ -189,6 +191,7 @@ def test_a_token_is_seen_by_those_that_have_it_in_their_window(
     assert differs.nonzero().flatten().tolist() == list(changed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

@@ -103,6 +103,7 @@ def test_the_vectors_are_those_of_transformers(changes: dict[str, object], tmp_p
     assert engine.hello().architecture == "ModernBertModel"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -151,6 +152,7 @@ def test_a_local_layer_sees_half_its_window_to_either_side(local_attention: int,
     assert changed.nonzero().flatten().tolist() == list(range(8, 17))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -170,6 +172,7 @@ def test_what_older_releases_write_and_what_does_not_matter_is_taken(
     parity.check(modernbert(), tmp_path, LIMIT, **changes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "limit"),
