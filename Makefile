@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 CHROMIUM := $(VENV)/chromium/chromium
 CHECKED := common gateway scheduler worker tests benchmarks
 
-.PHONY: install up test test-all soak simulate check format bench bench-peers screenshot clean
+.PHONY: install up test test-all mutations soak simulate check format bench bench-peers screenshot clean
 
 install: $(INSTALLED)
 
@@ -43,6 +43,10 @@ test: install $(CHROMIUM)
 test-all: test
 	$(PYTEST) -m thorough $(ALONE)
 	$(PARALLEL) -m thorough
+
+# Whether the tests notice what is broken on purpose.
+mutations: install
+	$(BIN)/python -m tests.mutations
 
 # The promises of tests/faults/promises.py at their long counts: an hour or more.
 soak: install
