@@ -1,4 +1,4 @@
-# Two commands are all a newcomer needs: `make up` serves a real model, `make test` runs the whole suite.
+# Two commands are all a newcomer needs: `make up` serves a real model, `make test` tests all of it in five minutes.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 CHROMIUM := $(VENV)/chromium/chromium
 CHECKED := common gateway scheduler worker tests benchmarks
 
-.PHONY: docs install up test soak simulate check format bench bench-peers screenshot clean
+.PHONY: docs install up test test-all mutations soak simulate check format bench bench-peers screenshot clean
 
 install: $(INSTALLED)
 
@@ -26,14 +26,27 @@ $(CHROMIUM): tests/chromium.py | $(INSTALLED)
 up: install
 	$(BIN)/hedgerow serve
 
-# First what is measured or starts whole suites, with the machine to itself; then the rest, one of them on each core, where
-# torch's threads would wait for each other.
+# Tests that measure time or start whole suites have the machine to themselves, one after the other. The others run one on
+# each core, where torch's threads would wait for each other.
 ALONE := tests/faults tests/benchmarks tests/test_system.py tests/test_several_models.py tests/gateway/test_faults.py \
 	tests/gateway/test_raw_http.py
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile $(ALONE:%=--ignore %)
 
+# At most five minutes on two cores: the real suite with real weights, each kind of process killed once, every dialect and
+# every family of models.
 test: install $(CHROMIUM)
-	$(BIN)/python -m pytest $(ALONE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ALONE:%=--ignore %)
+	$(PYTEST) -m 'not thorough' $(ALONE)
+	$(PARALLEL) -m 'not thorough'
+
+# And the rest, which takes a quarter of an hour: every fault, every load, what searches at random.
+test-all: test
+	$(PYTEST) -m thorough $(ALONE)
+	$(PARALLEL) -m thorough
+
+# Whether the tests notice what is broken on purpose.
+mutations: install
+	$(BIN)/python -m tests.mutations
 
 # The promises of tests/faults/promises.py at their long counts: an hour or more.
 soak: install

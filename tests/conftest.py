@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,20 @@ from common.metrics import Metrics
 from tests.browser import Browser, launch
 from tests.chromium import find
 from tests.fakes import FakeWorker, RunningScheduler
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`sampled(n)` leaves the first of every n sets of a test's parameters to `make test`; the others are thorough."""
+    num_sets: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            test = item.nodeid.partition("[")[0]
+            (every,) = sampled.args
+            if num_sets[test] % every:
+                item.add_marker(pytest.mark.thorough)
+            num_sets[test] += 1
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """The three state machines in bad weather: real cores, a simulated network, clock and processes, all from one seed.
 
-What runs is what production runs: `gateway.client.Ledger`, `scheduler.core.Scheduler`, `worker.core.Worker`. Around
-each stands what its loop does (socket, timers, pidfds, signals), in a few lines that follow gateway/client.py,
+What runs is what production runs: `gateway.client.Ledger`, `scheduler.state.Scheduler`, `worker.process.state.Worker`.
+Around each stands what its loop does (socket, timers, pidfds, signals), in a few lines that follow gateway/client.py,
 scheduler/server.py and worker/process/server.py; the device is an oracle whose every row is known.
 
     client ─▶ GatewayProcess ─ Dealer ═ Connection ═ SchedulerProcess ═ Connection ═ Dealer ─ WorkerProcess

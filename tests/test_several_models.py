@@ -89,6 +89,7 @@ async def test_processes_sockets_and_counts_of_each_are_apart(suite: Suite) -> N
     ]
 
 
+@pytest.mark.thorough
 async def test_the_death_of_one_models_processes_is_nothing_to_the_other(suite: Suite) -> None:
     before = processes(suite)
     expected = await ask(suite, "B")

@@ -20,6 +20,7 @@ from scheduler.state import Action, Kill, Scheduler
 from tests.simulation import LONG, MS, SECOND, SHORT, Cores, Plan, World, play
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1000, 100))
 async def test_every_request_ends_once_and_rightly_in_any_weather(first: int, metrics: Metrics) -> None:
@@ -138,6 +139,7 @@ class CountsBeats(Scheduler):
 
 
 # The seed to begin with is one shortly before the first that finds the bug, where that takes long from 0.
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cores", "first", "found"),

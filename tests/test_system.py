@@ -265,10 +265,11 @@ async def test_the_status_page_shows_what_the_suite_does(ready: Suite, browser: 
 # --- failures ---
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.thorough)])
 async def test_no_request_fails_and_none_is_wrong_when_workers_are_killed_under_load(
-    ready: Suite, sentences: list[str], reference: np.ndarray
+    ready: Suite, sentences: list[str], reference: np.ndarray, times: int
 ) -> None:
-    ledger = await under_load(ready, sentences, reference, kill(ready, "worker", 4))
+    ledger = await under_load(ready, sentences, reference, kill(ready, "worker", times))
     assert (ledger.failures, ledger.wrong) == ([], 0)
     assert ledger.answered > 50
 
@@ -282,6 +283,7 @@ async def test_no_request_fails_and_none_is_wrong_when_the_scheduler_is_killed_u
     assert ready.pids("worker") == workers  # they introduced themselves again; no model was loaded twice
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seconds", [1.0, 2.6, 5.0])
 async def test_a_stopped_scheduler_that_goes_on_is_joined_again(
     ready: Suite, sentences: list[str], reference: np.ndarray, seconds: float
@@ -316,6 +318,7 @@ async def test_a_killed_gateway_cuts_its_own_connections_only_and_comes_back(
     assert ledger.answered > 50
 
 
+@pytest.mark.thorough
 async def test_no_request_fails_when_gateways_are_restarted_one_by_one(
     ready: Suite, sentences: list[str], reference: np.ndarray
 ) -> None:
@@ -333,6 +336,7 @@ async def test_no_request_fails_when_gateways_are_restarted_one_by_one(
     assert (ledger.failures, ledger.wrong) == ([], 0)
 
 
+@pytest.mark.thorough
 async def test_a_stopped_worker_is_found_out_and_its_batch_runs_elsewhere(
     ready: Suite, sentences: list[str], reference: np.ndarray
 ) -> None:
@@ -349,6 +353,7 @@ async def test_a_stopped_worker_is_found_out_and_its_batch_runs_elsewhere(
 # --- big and small together ---
 
 
+@pytest.mark.thorough
 async def test_a_huge_list_and_a_thousand_short_requests_leave_health_quick_and_memory_bounded(
     ready: Suite, sentences: list[str], reference: np.ndarray
 ) -> None:
@@ -477,6 +482,7 @@ def test_when_supervisord_is_killed_nothing_lives_on_and_the_port_is_free(own_su
     assert again.stop() == 0
 
 
+@pytest.mark.thorough
 def test_supervisord_alone_serves_the_defaults() -> None:
     with tempfile.TemporaryDirectory(prefix="hr-") as folder:
         port = free_port()
@@ -601,6 +607,7 @@ def test_a_port_that_is_none_is_a_wrong_flag(run_dir: str) -> None:
     assert "--port" in ended.stderr
 
 
+@pytest.mark.thorough
 def test_cores_are_kept_awake_where_that_is_asked_for_and_only_as_long_as_a_suite_runs() -> None:
     with tempfile.TemporaryDirectory(prefix="hr-") as folder:
         if usable_cpus() < len(os.sched_getaffinity(0)):  # as a container's quota has it
@@ -628,6 +635,7 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
+@pytest.mark.thorough
 def test_when_supervisord_is_killed_while_its_children_start_none_of_them_lives_on() -> None:
     with tempfile.TemporaryDirectory(prefix="hr-") as folder:
         suite = Suite(f"{folder}/run")
@@ -644,6 +652,7 @@ def test_when_supervisord_is_killed_while_its_children_start_none_of_them_lives_
         suite.stop()
 
 
+@pytest.mark.thorough
 def test_a_second_suite_in_the_same_run_folder_is_refused(ready: Suite) -> None:
     ended = run_serve("--port", str(free_port()), "--run-dir", str(ready.run_dir))
     assert ended.returncode == 75

@@ -15,7 +15,7 @@ from benchmarks.clients import Target
 from benchmarks.mixed import measure
 from benchmarks.texts import Corpus
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 TOKENS_OF_A_TEXT = 7
 

@@ -141,6 +141,7 @@ def profile(suite: Suite, **options: object) -> Measured:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{}, {"clients": 4, "requests": 24}, {"texts_per_request": 40, "requests": 2, "sample": 1.0}],
@@ -165,6 +166,7 @@ def test_the_stages_of_real_requests_are_ordered_and_add_up_to_what_the_client_s
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_long_request_shows_the_batches_that_it_ran_in(suite: Suite) -> None:
     (one,) = profile(suite, texts_per_request=40, requests=1, warm_up=0, sample=1.0).followed
 
@@ -173,6 +175,7 @@ def test_a_long_request_shows_the_batches_that_it_ran_in(suite: Suite) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("headers", "traced"),
     [({}, False), ({"X-Trace": "0"}, False), ({"X-Trace": "1"}, True)],
@@ -194,6 +197,7 @@ def test_an_answer_tells_its_moments_only_where_it_is_asked(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_refusal_and_what_runs_no_model_have_no_moments(suite: Suite) -> None:
     headers = {"Content-Type": "application/json", "X-Trace": "1"}
     bad = urllib.request.Request(f"{suite.url}/v1/embeddings", b'{"input":""}', headers)

@@ -156,6 +156,7 @@ def test_a_comparison_names_the_text_whose_rows_are_farthest_apart() -> None:
     assert compared["min_cosine"] == pytest.approx(1 / np.sqrt(1.25))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_engine_answers_in_the_order_of_the_texts_over_several_steps(tmp_path: Path) -> None:
     system = InProcess(str(write_bert(tmp_path / "model")), "auto")

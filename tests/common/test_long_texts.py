@@ -70,6 +70,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(dataclasses.replace(facts, max_tokens=LIMIT))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_the_first_tokens_of_a_very_long_text_are_found_in_a_moment(
     text: str, folder: Path, tokenizer: Tokenizer

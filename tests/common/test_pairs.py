@@ -568,6 +568,7 @@ def test_a_template_whose_tokens_are_beyond_the_vocabulary_is_refused(image_file
 # --- threads ---
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_threads_share_a_tokenizer_of_texts_and_pairs(minilm: Path, qwen_file: tuple[Path, RustTokenizer]) -> None:
     facts = facts_of(minilm, max_tokens=256, vocab_size=30_522)

@@ -352,6 +352,7 @@ def test_a_byte_level_text_is_cut_where_the_whole_would_be(
     assert encode(tokenizer, text, LEFT) == whole[-16:]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_threads_share_a_tokenizer(minilm: Tokenizer) -> None:
     texts = [" ".join(["word"] * length) for length in range(1, 400, 7)]

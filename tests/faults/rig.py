@@ -32,7 +32,7 @@ STEP_MS = 10.0
 TOKEN_US = 200.0
 
 _LOST = re.compile(
-    r"^(?P<when>\S+ \S+) \w+ scheduler scheduler\.core: \S+ \(pid (?P<pid>\d+)\) (lost|is gone): (?P<reason>\w+)",
+    r"^(?P<when>\S+ \S+) \w+ scheduler scheduler\.\w+: \S+ \(pid (?P<pid>\d+)\) (lost|is gone): (?P<reason>\w+)",
     re.MULTILINE,
 )
 

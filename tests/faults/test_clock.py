@@ -19,7 +19,7 @@ from tests.faults.promises import PROMISES
 from tests.faults.rig import OracleSuite, Process
 from tests.faults.trial import Trial, dead
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(300)]
 
 _JUMPS_S = (3600, -3600, -10 * 365 * 86_400, 0)
 

@@ -16,7 +16,7 @@ from tests.faults.conftest import Report
 from tests.faults.promises import PROMISES, measured
 from tests.suite import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(300)]
 
 # In namespaces of its own: only the loopback, and a file system of which only $1 can be written to.
 _CONFINE = """

@@ -13,7 +13,7 @@ from tests.faults.oracle import Running, digest, steps, token_ids
 from tests.faults.rig import KilledGateways, OracleSuite, Process
 from tests.faults.trial import dead, lost
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 
 async def until_running(suite: OracleSuite, name: str) -> Running:

@@ -13,7 +13,7 @@ from tests.faults.conftest import Report, StartTrial
 from tests.faults.rig import KilledGateways, OracleSuite, Process
 from tests.gateway.wire import request_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 _PAUSE_S = 2.0
 _LONGEST_STOP_S = 3.0

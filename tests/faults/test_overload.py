@@ -22,7 +22,7 @@ from tests.faults.rig import OracleSuite, Process
 from tests.faults.trial import LATE, Trial, dead
 from tests.gateway.wire import Wire, request_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 # Two steps. It is what bounds the latency of who is let in, so it is set to what is promised of that: at 80 % of the
 # load 90 of 100 are answered within some three steps, and twice that is enough for a wait of so long, the rest of the

@@ -19,7 +19,7 @@ from tests.faults.trial import Trial
 from tests.gateway.wire import Wire, ask, request_bytes
 from tests.suite import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 MIB = 2**20
 _CONNECTIONS = 48

@@ -13,7 +13,7 @@ from tests.faults.oracle import steps
 from tests.faults.rig import OracleSuite, Process
 from tests.faults.trial import Trial
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 _KEPT = 16  # connections
 _NEWCOMERS = 200

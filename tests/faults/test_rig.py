@@ -59,6 +59,7 @@ def test_an_answer_is_right_when_every_bit_of_it_is(found: Answer, outcome: str)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "lost", "outcome", "detail"),
     [
@@ -83,6 +84,7 @@ async def test_a_fault_word_costs_as_many_workers_as_it_says_and_nobody_else_the
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 async def test_a_promise_that_is_not_kept_fails_its_trial(suite: OracleSuite, trial: StartTrial) -> None:
     async with trial("A2") as running:
         asked = running.ledger.ask("NAN w3902")

@@ -17,7 +17,7 @@ from tests.faults.rig import OracleSuite
 from tests.faults.trial import dead
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 COMPANY = 32
 

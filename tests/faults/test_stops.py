@@ -26,7 +26,7 @@ from tests.faults.trial import Trial
 from tests.gateway.wire import Wire, request_bytes
 from tests.timing import TooSlow
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 _BAD_LINE = re.compile(r"^.* (?:ERROR|CRITICAL) .*$|^Traceback.*$", re.MULTILINE)
 _EXIT = re.compile(r"stopped: (?P<name>\S+) \((?P<how>[^)]*)\)")

@@ -24,7 +24,7 @@ from tests.faults.rig import OracleSuite
 from tests.faults.trial import Trial
 from tests.suite import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 Bother = Callable[[str], "asyncio.Task[int]"]
 

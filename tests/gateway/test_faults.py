@@ -141,6 +141,7 @@ async def test_texts_of_megabytes_hold_up_neither_health_nor_short_texts(serve: 
     assert_in_time(max(short_s), 2.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 async def test_health_answers_at_once_while_every_tokenizer_thread_is_busy(serve: Serve, minilm: ModelFacts) -> None:
     running = await serve(served=minilm, tokenizer_threads=2)

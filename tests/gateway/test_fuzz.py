@@ -234,6 +234,7 @@ async def test_the_good_bodies_are_good(server: Running) -> None:
     await line.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ async def test_a_request_that_is_coming_when_the_keepalive_time_ends_is_served(b
     await wire.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("idle_s", [0.01, 0.6, 1.8, 2.2])
 async def test_a_pooled_connection_serves_below_the_idle_time_and_is_closed_above_it(

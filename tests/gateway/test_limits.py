@@ -230,6 +230,7 @@ async def test_from_85_percent_answers_close_and_from_95_nothing_new_is_let_in(s
     assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY))) == (200, None, False)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "fields",
     [

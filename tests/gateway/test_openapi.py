@@ -426,6 +426,7 @@ def _operations_in_time(document: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "flags", "least"),

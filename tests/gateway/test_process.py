@@ -316,6 +316,7 @@ async def _logged(log: Path, text: str) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.thorough
 async def test_made_up_names_leave_metrics_and_memory_as_they_were(
     gateway: Callable[..., subprocess.Popen[str]],
     listener: socket.socket,

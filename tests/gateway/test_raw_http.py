@@ -520,6 +520,7 @@ async def p99s_under(attack: str, port: int, duration_s: float) -> dict[str, flo
         await attacker.communicate()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 async def test_no_attack_makes_honest_clients_wait(serve: Serve) -> None:
     # The gateway runs in this very loop, so whatever stops it shows in full; a strike that stops it for 50 ms fails.

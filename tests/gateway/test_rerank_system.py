@@ -123,6 +123,7 @@ def test_teis_routes_have_the_same_scores_and_label_single_texts_as_transformers
     np.testing.assert_allclose(found, [scores[i] for i in range(len(pairs))] + library, rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_thousand_documents_score_as_each_of_them_alone(suite: Suite) -> None:
     rng = np.random.default_rng(5)
     documents = [" ".join(f"w{n}" for n in rng.integers(0, 80, rng.integers(1, 30))) for _ in range(1000)]

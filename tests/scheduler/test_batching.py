@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -308,6 +309,7 @@ def test_expired_names_each_waiting_request_whose_deadline_has_passed() -> None:
     assert queue.expired(200) == [timely]
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(
     requests=st.lists(
@@ -349,6 +351,7 @@ _QUEUED = st.tuples(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=50_000 if os.environ.get("FAULTS") == "soak" else 2_000, deadline=None)
 @given(
     queued=st.lists(_QUEUED, max_size=10),

@@ -29,7 +29,7 @@ from scheduler.state import Action, Scheduler, ToWorker
 from tests.fakes import DIMENSIONS, FACTS
 from tests.scheduler.test_core import EPOCH, MS, SECOND, make_request
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 _QUERY_TOKENS = 20
 

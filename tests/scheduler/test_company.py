@@ -46,6 +46,7 @@ def draw_request(rng: random.Random, request_id: int) -> tuple[Request, list[byt
     return request, rows
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_row_of_5000_random_batches_is_what_it_would_be_alone(metrics: Metrics) -> None:
     rng = random.Random(1)

@@ -24,7 +24,7 @@ from scheduler.state import Action, Scheduler, ToWorker
 from tests.fakes import DIMENSIONS, FACTS
 from tests.scheduler.test_core import EPOCH, MS, SECOND, make_request
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 _STEP_NS = 40 * MS
 _TOKEN_NS = MS // 10

@@ -290,6 +290,7 @@ LIES: dict[str, Callable[[Result], Message | list[Frame]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("lie", LIES)
 def test_a_worker_that_lies_is_recycled_and_its_batch_runs_elsewhere(
     run_dir: str, start_worker: StartWorker, gateway: Gateway, lie: str

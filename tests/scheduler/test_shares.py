@@ -16,7 +16,7 @@ from common.metrics import Metrics
 from tests.scheduler.test_core import SECOND
 from tests.scheduler.test_overload import Asked, Simulation
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 # Short, long, and longer than a step of 64 tokens: 49 tokens a request in the mean.
 _LENGTHS = ((4,), (4,), (8,), (16,), (64,), (200,))

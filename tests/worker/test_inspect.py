@@ -183,6 +183,7 @@ def test_the_command_ends_with_0_for_a_model_that_can_be_served(tmp_path: Path) 
     assert json.loads(ended.stdout)["name"] == "tiny"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_command_ends_with_78_for_a_model_that_is_refused(tmp_path: Path) -> None:
     folder = write_bert(tmp_path / "tiny")
@@ -194,6 +195,7 @@ def test_the_command_ends_with_78_for_a_model_that_is_refused(tmp_path: Path) ->
     assert f"{folder}/config.json: hidden_act: 'nothing' is not supported" in ended.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_hub_id_is_found_in_the_local_cache_and_nothing_is_downloaded(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--some--tiny"

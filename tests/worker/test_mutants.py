@@ -440,6 +440,7 @@ def test_a_check_of_the_folder_ends_with_78(folder: Path, name: str) -> None:
     assert (ended.returncode, ended.stderr.count("\n")) == (78, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["own_code", "missing_tensor", "weights_are_a_pipe"])
 def test_an_inspection_of_the_folder_ends_with_78(folder: Path, name: str) -> None:
@@ -453,6 +454,7 @@ def test_an_inspection_of_the_folder_ends_with_78(folder: Path, name: str) -> No
     assert "This model is refused:" in ended.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["own_code", "missing_tensor", "nan", "weights_are_a_pipe"])
 def test_a_worker_ends_with_78(folder: Path, run_dir: str, name: str) -> None:

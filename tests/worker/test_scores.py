@@ -483,6 +483,7 @@ def check_order(ours: Scores, library: Scores) -> None:
         assert np.argsort(ours[:, label]).tolist() == np.argsort(library[:, label]).tolist()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_labels", [1, 2])
 @pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "DistilBert", "ModernBert", "Qwen3"])

@@ -282,6 +282,7 @@ def test_a_new_epoch_is_answered_with_hello_and_batches_of_the_old_one_are_not_r
     assert beat == Beat(epoch + 1, 0)
 
 
+@pytest.mark.thorough
 def test_beats_come_while_a_step_runs(start: Callable[..., WorkerProcess], slow_folder: Path) -> None:
     worker = start(slow_folder, "--threads", "1")
     worker.hello()
@@ -337,6 +338,7 @@ def test_a_scheduler_that_comes_back_hears_of_the_worker_at_once(shared: WorkerP
         shared.router = Router(shared._context, endpoint)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_batch_in_hand_finish_and_no_other_begin(
     start: Callable[..., WorkerProcess], slow_folder: Path, number: signal.Signals
@@ -359,6 +361,7 @@ def test_a_signal_lets_the_batch_in_hand_finish_and_no_other_begin(
     assert worker.end()[0] == 0
 
 
+@pytest.mark.thorough
 def test_a_step_that_outlasts_the_drain_timeout_is_left(start: Callable[..., WorkerProcess], slow_folder: Path) -> None:
     worker = start(slow_folder, "--threads", "1", "--drain-timeout-s", "1")
     worker.hello()
@@ -374,6 +377,7 @@ def test_a_step_that_outlasts_the_drain_timeout_is_left(start: Callable[..., Wor
     assert "1 batches are not finished after 1 s" in log
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_the_worker_at_once(start: Callable[..., WorkerProcess], slow_folder: Path) -> None:
     worker = start(slow_folder, "--threads", "1")
     worker.hello()
@@ -425,6 +429,7 @@ Server(WorkerConfig(run_dir=sys.argv[1]), Metrics(), Engine, lambda: None, max_s
 """
 
 
+@pytest.mark.thorough
 def test_a_process_whose_python_hangs_is_ended_though_no_scheduler_kills_it(run_dir: str) -> None:
     RunDir(run_dir).prepare()
     with zmq.Context() as context, subprocess.Popen([sys.executable, "-c", _HANGS, run_dir]) as process:
@@ -441,6 +446,7 @@ def test_a_process_whose_python_hangs_is_ended_though_no_scheduler_kills_it(run_
             router.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("code", "status"), [("duplicate_name", 75), ("model_mismatch", 78), ("version", 78)])
 def test_a_refused_worker_exits_with_a_status_that_says_why(
     start: Callable[..., WorkerProcess], tiny_folder: Path, code: str, status: int
@@ -467,6 +473,7 @@ def test_a_bad_model_is_one_clear_line_and_status_78(start: Callable[..., Worker
     ]
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_not_there_is_status_78(start: Callable[..., WorkerProcess]) -> None:
     status, log = start("no-such-model").end()
 

@@ -108,6 +108,7 @@ def test_a_roberta_takes_as_many_tokens_as_have_positions_and_cuts_or_refuses_mo
         np.testing.assert_allclose(embed(engine, [ids.tolist()], width=64), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_ten_thousand_short_requests_leave_the_vector_of_the_next_one_as_it_was(
     xlm_roberta: tuple[Path, PreTrainedModel],
 ) -> None:

@@ -156,6 +156,7 @@ def poisoned_memory() -> Iterator[None]:
 # --- attention ---
 
 
+@pytest.mark.sampled(7)
 @configs
 @causal_or_not
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [5, 13], [7] * 5, [20, 3, 17, 1], [47]], ids=str)
@@ -169,6 +170,7 @@ def test_each_sequence_attends_to_itself_alone(lengths: list[int], causal: bool,
     assert_close(output, formula(query, key, value, lengths, causal))
 
 
+@pytest.mark.sampled(7)
 @configs
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 1, 16), (3, 1, 24), (2, 1, 128), (6, 2, 8)]
@@ -190,6 +192,7 @@ def test_any_group_of_heads_and_any_head_dim(heads: int, kv_heads: int, head_dim
 windows = pytest.mark.parametrize("window", [0, 1, 7, 8, 64, 2**31 - 1])
 
 
+@pytest.mark.sampled(7)
 @configs
 @causal_or_not
 @windows
@@ -204,6 +207,7 @@ def test_a_token_sees_what_is_within_the_window(window: int, causal: bool, confi
     assert_close(output, formula(query, key, value, lengths, causal, window))
 
 
+@pytest.mark.sampled(7)
 @configs
 @causal_or_not
 @pytest.mark.parametrize("reach", [0, 3, 16, 17, 100])
@@ -218,6 +222,7 @@ def test_a_bias_is_added_by_head_and_distance(reach: int, causal: bool, config: 
     assert_close(output, formula(query, key, value, lengths, causal, None, bias))
 
 
+@pytest.mark.sampled(7)
 @configs
 @causal_or_not
 @pytest.mark.parametrize(("window", "reach"), [(0, 2), (7, 3), (20, 20)])
@@ -232,6 +237,7 @@ def test_a_window_and_a_bias_go_together(window: int, reach: int, causal: bool, 
     assert_close(output, formula(query, key, value, lengths, causal, window, bias))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 @causal_or_not
 @configs
@@ -249,6 +255,7 @@ def test_keys_outside_the_windows_of_all_rows_are_not_visited(config: Config, ca
     assert torch.equal(output[first : first + config.block_m], visited[first : first + config.block_m])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 @configs
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -293,6 +300,7 @@ def test_heads_of_256_fit() -> None:
     assert_close(output, formula(query, key, value, lengths, False, 8))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_it_compiles_for_hopper_where_there_is_no_gpu(head_dim: int, tmp_path: Path) -> None:
@@ -325,6 +333,7 @@ def test_scores_that_would_overflow_do_not() -> None:
     assert_close(output, formula(query * 100, key * 100, value, [2, 4], False))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 @configs
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

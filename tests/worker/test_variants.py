@@ -16,6 +16,7 @@ from tests.worker.conftest import make_engine
 REFERENCE = Path(__file__).parent.parent / "data" / "variant_reference.npz"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_edited_folder_gives_the_vectors_that_sentence_transformers_gives(name: str, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_on_a_cpu_no_kernel_starts_early() -> None:
     assert pdl_options(torch.empty(1)) == {"PDL": False}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_launches_that_are_compiled_instead_are_compiled_once_a_kind_and_found_by_later_ones(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

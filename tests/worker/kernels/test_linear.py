@@ -52,6 +52,7 @@ def assert_rounded(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.sampled(5)
 @tilings
 @odd_token_counts
 def test_bias_activation_and_residual_follow_the_product(tiling: Tiling, num_tokens: int) -> None:
@@ -77,6 +78,7 @@ def test_an_activation_of_another_name_is_refused() -> None:
         linear(random(1, 32, seed=0), random(32, 32, seed=1), activation="swish")
 
 
+@pytest.mark.sampled(5)
 @tilings
 @odd_token_counts
 def test_gate_and_up_meet_in_one_tile(tiling: Tiling, num_tokens: int) -> None:
@@ -90,6 +92,7 @@ def test_gate_and_up_meet_in_one_tile(tiling: Tiling, num_tokens: int) -> None:
     assert_rounded(y, swiglu_reference(x, weight))
 
 
+@pytest.mark.sampled(5)
 @tilings
 @odd_token_counts
 def test_queries_and_keys_are_normalised_and_rotated_and_values_are_not(tiling: Tiling, num_tokens: int) -> None:

@@ -89,12 +89,14 @@ def test_few_tokens_run_in_narrow_tiles() -> None:
     assert module._tiling_for(1025).block_n == 256
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(not module._has_gluon(), reason="the installed Triton has no Gluon that the kernel is written for")
 def test_it_compiles_for_hopper_where_there_is_no_gpu(tmp_path: Path) -> None:
     run_python(COMPILE, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_triton_without_gluon_is_noticed_and_nothing_fails(tmp_path: Path) -> None:
     run_python(WITHOUT_GLUON, tmp_path)
