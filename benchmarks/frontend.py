@@ -88,7 +88,8 @@ from common.wire.transport import Dealer, Router, address, now_ns, prepare_run_d
 from gateway.client import Ledger, OpenRequest, Options
 from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, Outcome, read_request
 from gateway.routes import openai
-from scheduler.state import Kill, Scheduler
+from scheduler.actions import Kill
+from scheduler.state import Scheduler
 
 SEQUENCES, TOKENS, DIMENSIONS = 25, 20, 1024
 BULK_TEXTS, BULK_DIMENSIONS = 32, 384

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import ProtocolError
-from common.wire.messages import NO_NUMBERS, NO_SPANS, NO_TIMES, Batch, Beat, ModelFacts, Result, StepTimes
-from common.wire.rows import ENCODINGS, row_bytes, sparse_bytes
+from common.wire.messages import PROTOCOL_VERSION, Batch, Beat, Hello, ModelFacts, Refuse, StepTimes
+from common.wire.rows import row_bytes
+from scheduler.actions import version_refusal
 from scheduler.batching import Part
+from scheduler.inflight import InFlight, pack
 from scheduler.steptime import TYPICAL_LENGTH, StepTime
 
 _CREDITS = 2
@@ -41,11 +42,11 @@ _HANDOVER_NS = 1_000_000
 # were too few for one batch in six on one of them, and a GPU idled for a tenth of its time, 2026-11-30), so it is
 # learned: such that of those that were sent as late as could be this share found the device at rest, or about to be.
 # (Source: stochastic approximation of a quantile, Robbins and Monro 1951.)
-_FIRST_LEAD_NS, _LEAST_LEAD_NS, _MOST_LEAD_NS = 1_600_000, 500_000, 3_000_000
+_FIRST_DISPATCH_LEAD_NS, _LEAST_DISPATCH_LEAD_NS, _MOST_DISPATCH_LEAD_NS = 1_600_000, 500_000, 3_000_000
 _LATE_SHARE, _LATE_NS = 0.05, 100_000
 _AT_REST_US = 300  # a batch waits for so long in a worker at rest, or until the end of a step was noticed
 _AT_ONCE_NS = 200_000  # so soon after a step's end as soon as could be
-_LEAD_SHARE = 0.05  # of the step, at least; of a long one, as on a CPU, it is also what matters
+_DISPATCH_LEAD_SHARE = 0.05  # of the step, at least; of a long one, as on a CPU, it is also what matters
 
 # Beats that tell of fewer batches than were sent for so long: these never arrived. By the clock, since after a
 # standstill of the scheduler the beats of seconds come at once, all of them older than what it sends then.
@@ -69,22 +70,6 @@ _MAX_STEP_NS = 30_000_000_000
 _MAX_STEP_TO_PREDICTED = 20
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A batch at a worker: whose sequences its rows are, in order."""
-
-    batch_id: int
-    parts: list[Part]
-    num_tokens: int
-    longest: int  # tokens of its longest sequence
-    num_rows: int
-    row_bytes: int | None  # of each of its rows: as many as the widest needs; None: sparse, which nobody knows before
-    sent_ns: int
-    predicted_ns: int  # 0 where nothing is known
-    was_kept_open: bool  # its slot, until it had to be sent
-    was_sent_early: bool  # as soon as there was a slot, since the step before it takes no longer than the ways
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     peer: bytes
@@ -102,7 +87,9 @@ class Worker:
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
     is_kept_open: bool = False  # its free slot, though something waits that could fill it
-    lead_ns: float = _FIRST_LEAD_NS  # how long before the end of a step the next batch is sent, at the latest
+    dispatch_lead_ns: float = (
+        _FIRST_DISPATCH_LEAD_NS  # how long before the end of a step the next batch is sent, at the latest
+    )
     fitting_tokens: int | None = None  # of a batch, while memory is short
     memory_back_ns: int = 0  # from when on it is taken not to be, as long as fitting_tokens says anything
     longest: int = 0  # tokens of the longest sequence that it has run
@@ -156,34 +143,39 @@ class Worker:
             return ends_ns - _HANDOVER_NS
         return self._opens_ns(running) if late else 0
 
-    def goes_by_lead(self, now_ns: int, begins_in_ns: int) -> bool:
-        """Whether it is `lead_ns` that keeps the free slot of a worker with one batch open."""
+    def is_held_by_dispatch_lead(self, now_ns: int, begins_in_ns: int) -> bool:
+        """Whether it is `dispatch_lead_ns` that keeps the free slot of a worker with one batch open."""
         (running,) = self.in_flight.values()
-        by_share = _LEAD_SHARE * running.predicted_ns > self.lead_ns
+        by_share = _DISPATCH_LEAD_SHARE * running.predicted_ns > self.dispatch_lead_ns
         return not by_share and self.busy_ns(now_ns) <= begins_in_ns + _HANDOVER_NS
 
     def _opens_ns(self, running: InFlight) -> int:
-        lead_ns = max(int(self.lead_ns), int(_LEAD_SHARE * running.predicted_ns))
-        return self.running_since_ns + running.predicted_ns - lead_ns
+        dispatch_lead_ns = max(int(self.dispatch_lead_ns), int(_DISPATCH_LEAD_SHARE * running.predicted_ns))
+        return self.running_since_ns + running.predicted_ns - dispatch_lead_ns
 
     def is_sent_early(self, now_ns: int) -> bool:
         """Whether what is sent now goes as soon as there is a slot, only since the step that runs takes no longer than
-        `lead_ns`."""
+        `dispatch_lead_ns`."""
         if len(self.in_flight) != 1 or now_ns - self.running_since_ns > _AT_ONCE_NS:
             return False
         (running,) = self.in_flight.values()
         return self._opens_ns(running) <= self.running_since_ns
 
-    def learn_lead(self, batch: InFlight, waited_us: int) -> None:
+    def learn_dispatch_lead(self, batch: InFlight, waited_us: int) -> None:
         """Send what is kept open sooner if this batch came too late, else a little later."""
         is_late = waited_us < _AT_REST_US
         if batch.was_kept_open or (batch.was_sent_early and not is_late):  # else it could have been no sooner
-            lead_ns = self.lead_ns + _LATE_NS * (is_late - _LATE_SHARE)
-            self.lead_ns = min(max(lead_ns, _LEAST_LEAD_NS), _MOST_LEAD_NS)
+            dispatch_lead_ns = self.dispatch_lead_ns + _LATE_NS * (is_late - _LATE_SHARE)
+            self.dispatch_lead_ns = min(max(dispatch_lead_ns, _LEAST_DISPATCH_LEAD_NS), _MOST_DISPATCH_LEAD_NS)
 
 
-class BadResult(Exception):
-    """A worker's result does not fit its batch; the worker cannot be trusted with another."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which worker is given the next batch, and which slots stay open though something waits."""
+
+    worker: Worker | None  # None: no slot may be filled now
+    kept_open: tuple[Worker, ...] = ()  # whose slots the dispatch lead alone keeps open
+    early: bool = False  # a new batch goes at once, since the step that runs takes no longer than the dispatch lead
 
 
 class Fleet:
@@ -193,7 +185,6 @@ class Fleet:
         self._latency_target_ms = latency_target_ms
         self._workers: dict[bytes, Worker] = {}
         self._next_batch_id = 1
-        self._is_late = False  # as the last who asked for a free worker had it
 
     def join(self, worker: Worker) -> None:
         # Who is new has nothing to catch up with; least of all one that dies again and again.
@@ -217,21 +208,35 @@ class Fleet:
         """How many workers can be given work, or work already."""
         return sum(now_ns - worker.last_heard_ns < SUSPECT_NS for worker in self._workers.values())
 
+    def refusal(self, hello: Hello) -> Refuse | None:
+        """Why this process is not taken as a worker; None where it is."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return version_refusal(hello.protocol_version)
+        if self.named(hello.name) is not None:
+            return Refuse("duplicate_name", f"a worker named {hello.name} is already here; give each its own --slot")
+        others = self.all()
+        if others and others[0].facts.fingerprint != hello.facts.fingerprint:
+            return Refuse(
+                "model_mismatch",
+                f"{others[0].name} serves {others[0].facts.name} ({others[0].facts.fingerprint}), "
+                f"this worker {hello.facts.name} ({hello.facts.fingerprint}); one fleet serves one model",
+            )
+        return None
+
     @property
     def has_slot(self) -> bool:
         """Whether any worker holds less than it may."""
         return any(len(worker.in_flight) < _CREDITS for worker in self._workers.values())
 
-    def free_worker(self, now_ns: int, *, late: bool) -> Worker | None:
+    def choose_worker(self, now_ns: int, *, late: bool) -> Choice:
         """The worker that would begin soonest, of those with a free slot that may be filled now.
 
-        None also where a worker that has no free slot would begin sooner: it has one as soon as its step ends, and
-        whoever ends first takes what waits. It costs a worker something only where a step ends well before its time,
-        and the next one is not there yet: 0.6 % where times are a third off (2026-11-30, simulated).
+        None also where a worker without a free slot would begin sooner: it has one as soon as its step ends, and
+        whichever ends first takes what waits. That costs a worker something only where a step ends well before its
+        predicted end and the next one is not there yet: 0.6 % where times are a third off (2026-11-30, simulated).
         """
         begins_in_ns = self.begins_in_ns(now_ns)
-        self._is_late = late
-        free = []
+        free, kept_open = [], []
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns >= SUSPECT_NS or worker.rests_until_ns > now_ns:
                 continue
@@ -240,9 +245,16 @@ class Fleet:
                 continue
             if free_at_ns <= now_ns:
                 free.append(worker)
-            elif late and worker.goes_by_lead(now_ns, begins_in_ns):
-                worker.is_kept_open = True
-        return min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
+            elif late and worker.is_held_by_dispatch_lead(now_ns, begins_in_ns):
+                kept_open.append(worker)
+        worker = min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
+        early = late and worker is not None and worker.is_sent_early(now_ns)
+        return Choice(worker, tuple(kept_open), early)
+
+    def keep_open(self, choice: Choice) -> None:
+        """Note which workers' slots the choice leaves open: what fills one later tells of the dispatch lead."""
+        for worker in choice.kept_open:
+            worker.is_kept_open = True
 
     def begins_in_ns(self, now_ns: int) -> int:
         """How long it takes until a worker can begin something new, as predicted; 0 where none is heard of."""
@@ -298,39 +310,20 @@ class Fleet:
                     rates.append(1 / ms if ms else math.inf)
         return len(rates) / sum(rates) / (len(rates) + num_unknown) if rates else None
 
-    def assign(self, worker: Worker, parts: list[Part], now_ns: int) -> Batch:
-        """Pack parts into a batch and note that this worker holds it."""
+    def assign(self, choice: Choice, parts: list[Part], now_ns: int) -> Batch:
+        """Pack parts into a batch and note that the chosen worker holds it."""
+        worker = choice.worker
+        assert worker is not None, "there is no worker to assign a batch to: this is a bug"
         batch_id = self._next_batch_id
         self._next_batch_id += 1
-        requests = [part.pending.request for part in parts]
-        counts = [part.num_sequences for part in parts]
-        encodings = [ENCODINGS[request.encoding] for request in requests]
-        span_counts, spans = _spans(parts)
-        token_ids = [
-            request.token_ids[part.pending.offsets[part.start] : part.pending.offsets[part.stop]]
-            for part, request in zip(parts, requests, strict=True)
-        ]
-        batch = Batch(
-            epoch=self._epoch,
-            batch_id=batch_id,
-            token_ids=np.concatenate(token_ids),
-            lengths=np.concatenate([r.lengths[p.start : p.stop] for p, r in zip(parts, requests, strict=True)]),
-            dimensions=np.repeat(np.array([r.dimensions for r in requests], dtype=np.int32), counts),
-            normalize=np.repeat(np.array([r.normalize for r in requests], dtype=np.uint8), counts),
-            encodings=np.repeat(np.array(encodings, dtype=np.uint8), counts),
-            type_starts=_type_starts(parts),
-            span_counts=span_counts,
-            spans=spans,
-            times_ns=np.array([now_ns]) if [r for r in requests if len(r.times_ns)] else NO_TIMES,
-        )
-        was_kept_open, was_sent_early = worker.is_kept_open, self._is_late and worker.is_sent_early(now_ns)
-        worker.is_kept_open = False
+        batch = pack(parts, epoch=self._epoch, batch_id=batch_id, now_ns=now_ns)
+        was_kept_open, worker.is_kept_open = worker.is_kept_open, False
         if not worker.in_flight:
             was_kept_open = False  # its step ended before its time
             worker.running_since_ns = now_ns
         longest = int(batch.lengths.max())
         predicted_ms = worker.step_time.predict_ms(len(batch.token_ids), longest)
-        # What is lost before it is found out by the results of what is sent after it; so a beat counts from here on.
+        # An earlier lost batch is detected by the next result, so restart the missing-batch clock here.
         worker.short_since_ns = None
         worker.in_flight[batch_id] = InFlight(
             batch_id=batch_id,
@@ -338,11 +331,13 @@ class Fleet:
             num_tokens=len(batch.token_ids),
             longest=longest,
             num_rows=batch.num_rows,
-            row_bytes=None if parts[0].pending.sparse else row_bytes(min(encodings), worker.facts.dimensions),
+            row_bytes=None
+            if parts[0].pending.sparse
+            else row_bytes(int(batch.encodings.min()), worker.facts.dimensions),
             sent_ns=now_ns,
             predicted_ns=int((predicted_ms or 0) * 1e6),
             was_kept_open=was_kept_open,
-            was_sent_early=was_sent_early,
+            was_sent_early=choice.early,
         )
         return batch
 
@@ -441,77 +436,3 @@ class Fleet:
             worker.running_since_ns = min(worker.running_since_ns + lag_ns, now_ns)
             if worker.short_since_ns is not None:
                 worker.short_since_ns = min(worker.short_since_ns + lag_ns, now_ns)
-
-
-def with_loss(part: Part) -> Part:
-    return replace(part, losses=part.losses + 1)
-
-
-def check_result(batch: InFlight, result: Result) -> None:
-    """Raises BadResult unless the result has as many rows as the batch asks for, as wide as they must be, and pieces
-    that make up the batch, if any."""
-    num_rows, num_bytes = result.rows.shape
-    if num_rows != batch.num_rows or (batch.row_bytes is not None and num_bytes != batch.row_bytes):
-        raise BadResult(f"rows {result.rows.shape} where the batch needs {batch.num_rows, batch.row_bytes}")
-    if len(result.nonfinite) and not 0 <= int(result.nonfinite.min()) <= int(result.nonfinite.max()) < num_rows:
-        raise BadResult("a row that the batch does not have is named as not finite")
-    if len(result.pieces) and (int(result.pieces.min()) < 1 or int(result.pieces.sum()) != batch.num_tokens):
-        raise BadResult("pieces that do not make up the batch")
-    if batch.row_bytes is None:
-        # What is not finite holds no answer, so it may say anything.
-        answers = np.delete(result.rows, result.nonfinite, axis=0) if len(result.nonfinite) else result.rows
-        try:
-            sparse_bytes(answers)
-        except ProtocolError as error:
-            raise BadResult(str(error)) from None
-
-
-def without(batch: InFlight, position: int) -> tuple[list[Part], Part]:
-    """A batch without its sequence at this position, and that sequence.
-
-    Raises:
-        BadResult: it has no such sequence.
-    """
-    others: list[Part] = []
-    found: Part | None = None
-    for part in batch.parts:
-        sequence = part.start + position
-        if found is None and position < part.num_sequences:
-            found = replace(part, start=sequence, stop=sequence + 1)
-            others += [replace(part, stop=sequence)] if sequence > part.start else []
-            others += [replace(part, start=sequence + 1)] if sequence + 1 < part.stop else []
-        else:
-            others.append(part)
-        position -= part.num_sequences
-    if found is None:
-        raise BadResult("a sequence that the batch does not have is named as too large")
-    return others, found
-
-
-def _type_starts(parts: list[Part]) -> npt.NDArray[np.int32]:
-    """A batch's `type_starts`: empty where no request has any, else of every sequence."""
-    if not any(len(part.pending.request.type_starts) for part in parts):
-        return NO_NUMBERS
-    type_starts = []
-    for part in parts:
-        request = part.pending.request
-        known = request.type_starts if len(request.type_starts) else request.lengths
-        type_starts.append(known[part.start : part.stop])
-    return np.concatenate(type_starts)
-
-
-def _spans(parts: list[Part]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """A batch's `span_counts` and `spans`: empty where no request has any, else of every sequence."""
-    if all(part.pending.row_offsets is None for part in parts):
-        return NO_NUMBERS, NO_SPANS
-    counts, spans = [], []
-    for part in parts:
-        pending, request = part.pending, part.pending.request
-        if pending.row_offsets is None:
-            lengths = request.lengths[part.start : part.stop]
-            counts.append(np.ones_like(lengths))
-            spans.append(np.stack([np.zeros_like(lengths), lengths], axis=1))
-        else:
-            counts.append(request.span_counts[part.start : part.stop])
-            spans.append(request.spans[pending.first_row(part.start) : pending.first_row(part.stop)])
-    return np.concatenate(counts), np.concatenate(spans)

@@ -100,7 +100,7 @@ class Quarantine:
         for sequence in range(part.start, part.stop):
             self._suspects.remove(self._digest(part, sequence))
 
-    def parted(self, part: Part, now_ns: int) -> list[Part]:
+    def split_by_suspicion(self, part: Part, now_ns: int) -> list[Part]:
         """A part by what is known of its sequences: one for each run of those that as many workers have died of."""
         self._deadly.expire(now_ns)
         self._suspects.expire(now_ns)
