@@ -1,17 +1,16 @@
-"""Who the workers are, what each has in its hands, and when one counts as lost. Pure: no clock, no socket, no pid.
+"""The workers: what each holds, when one begins something new, and when one counts as lost. Pure: time is an argument.
 
-A worker holds at most two batches, one running and one waiting, so that it never idles while a result travels; that
-credit, not a socket's high-water mark, is the flow control. The second one may be sent as late as its ways take before
-the predicted end of the first, so that who arrives meanwhile still joins it; and it is, where another worker, with two
-batches, will be through both of them sooner than this one with the first.
+A worker holds at most two batches, one running and one waiting, so that it never idles while a result travels. That
+credit is the flow control, not a socket's high-water mark. The second batch may be sent late: the dispatch lead before
+the predicted end of the first, so that a request that arrives meanwhile still joins it. It is also sent late while a
+worker that holds two batches will be through both sooner than this one with its first.
 
-A worker is judged by progress as well as by pulse: its process may be alive with its Python hung (silence), or beat
-while its device is stuck (an overdue batch).
+A worker is judged by progress as well as by pulse. Its process may be alive while its Python hangs (it is silent), or
+send beats while its device is stuck (a batch is overdue).
 
-Where a worker's device had no memory for a batch, so that it ran in pieces, the next ones have no more tokens than the
-largest piece for a minute; then as many as ever, in the hope that whoever took the memory has gone. Rejected: a budget
-that creeps up again by the second. Where memory stays short it runs into the wall every few seconds, and each time a
-worker gives up its graphs.
+If a worker's device had no memory for a batch, it ran in pieces. For a minute its batches have no more tokens than the
+largest piece; then as many as before, since whatever took the memory may be gone. Rejected: a budget that grows again
+by the second. While memory stays short it fails every few seconds, and each time the worker drops its graphs.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from scheduler.inflight import InFlight, pack
 from scheduler.steptime import TYPICAL_LENGTH, StepTime
 
 _CREDITS = 2
-SUSPECT_NS = 1_000_000_000  # silent for so long: no new work
-LOST_NS = 2_000_000_000  # silent for so long: lost
+SUSPECT_NS = 1_000_000_000  # a worker that is silent for this long gets no new work
+LOST_NS = 2_000_000_000  # and after this long it is lost
 
-# How long before the predicted end of a step the next batch is on its way where another worker would begin it sooner.
+# If another worker would begin a batch sooner, the next batch is sent this long before the predicted end of a step.
 _HANDOVER_NS = 1_000_000
 
 # And where no other one would. A step's end is when its result is here: the device was done some 0.5 ms before, what is
@@ -48,24 +47,25 @@ _AT_REST_US = 300  # a batch waits for so long in a worker at rest, or until the
 _AT_ONCE_NS = 200_000  # so soon after a step's end as soon as could be
 _DISPATCH_LEAD_SHARE = 0.05  # of the step, at least; of a long one, as on a CPU, it is also what matters
 
-# Beats that tell of fewer batches than were sent for so long: these never arrived. By the clock, since after a
-# standstill of the scheduler the beats of seconds come at once, all of them older than what it sends then.
+# If beats tell of fewer batches than were sent for this long, these batches never arrived. It is the clock that counts,
+# not the number of beats: after a standstill of the scheduler the beats of seconds come at once, and all are old.
 MISSING_NS = 2_000_000_000
-_MAX_MISSING = 2  # a connection may break and come back; twice in a row, and it is the worker that cannot be understood
+_MAX_MISSING = 2  # a connection may break and come back; twice in a row, the worker is at fault
 
-# Two beats so far apart were not both under way when the batch was that both tell nothing of: it has not arrived by the
-# second. A beat comes each quarter of a second.
+# Two beats this far apart were not both under way while a batch was. If both do not tell of it, it has not arrived by
+# the second. A beat comes every quarter of a second.
 _CROSSING_NS = 200_000_000
 
 _REST_NS = 1_000_000_000
 
-# Of one query after the other two workers of a CPU take 12 % longer where each has every second one (2026-11-30).
+# An idle worker keeps its turn for this much work, since its caches are warm: with two workers on one CPU, queries one
+# after the other take 12 % longer if each worker has every second one (2026-11-30).
 _TURN_NS = 100_000_000
 
 _SHORT_OF_MEMORY_NS = 60_000_000_000  # how long a worker gets smaller batches
 
-# The longest that one batch may take: generous, since a first step of its kind may compile for seconds. A worker gives
-# up by itself where it can see that it hangs.
+# The longest that one batch may take. It is generous, since the first step of a kind may compile for seconds, and a
+# worker that can see that it hangs ends by itself.
 _MAX_STEP_NS = 30_000_000_000
 _MAX_STEP_TO_PREDICTED = 20
 
@@ -80,22 +80,22 @@ class Worker:
     replaced: frozenset[bytes] = frozenset()  # the peers that this process was before
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
     short_since_ns: int | None = None  # since when its beats tell of fewer batches than were sent
-    held: int = 0  # batches of this scheduler's, by its last beat
-    beat_ns: int = 0  # when that came
+    held: int = 0  # batches of this scheduler that it holds, by its last beat
+    beat_ns: int = 0  # when its last beat came
     undelivered: set[int] = field(default_factory=set)  # batches that could not even be sent
-    num_missing: int = 0  # how often what it was sent never arrived, without any result since
+    num_missing: int = 0  # how often batches never arrived, without any result since
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
     is_kept_open: bool = False  # its free slot, though something waits that could fill it
     dispatch_lead_ns: float = (
         _FIRST_DISPATCH_LEAD_NS  # how long before the end of a step the next batch is sent, at the latest
     )
-    fitting_tokens: int | None = None  # of a batch, while memory is short
-    memory_back_ns: int = 0  # from when on it is taken not to be, as long as fitting_tokens says anything
+    fitting_tokens: int | None = None  # the most of a batch while memory is short; None: it is not
+    memory_back_ns: int = 0  # when memory is taken to be there again, if it is short
     longest: int = 0  # tokens of the longest sequence that it has run
-    rests_until_ns: int = 0  # no new work before
-    times: StepTimes | None = None  # of the batch whose result comes next, where that is followed
-    worked_ns: int = 0  # how long it has had something in its hands, or as long as whoever had most when it came
+    rests_until_ns: int = 0  # it gets no new work before
+    times: StepTimes | None = None  # of the batch whose result comes next, if one of its requests is traced
+    worked_ns: int = 0  # how long it has held a batch; a new worker begins with as much as the one that has most
 
     @property
     def num_tokens(self) -> int:
@@ -103,21 +103,20 @@ class Worker:
 
     @property
     def is_empty_handed(self) -> bool:
-        """Whether it has told that nothing of what it was sent has arrived."""
+        """Whether its beats say that no batch has arrived."""
         since_ns = self.short_since_ns
         return self.held == 0 and since_ns is not None and self.beat_ns - since_ns >= _CROSSING_NS
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Of idle workers the one with the least is next.
+        """The idle worker with the least of this is next: the one that has worked least.
 
-        That is who has worked least, so that all work as long and one that is slower does less, in any load; but for a
-        tenth of a second of work it is the same one, whose caches are warm.
+        So all work for as long, at any load, and a slower one does less.
         """
         return self.worked_ns // _TURN_NS, -self.running_since_ns
 
     def busy_ns(self, now_ns: int) -> int:
-        """How long it will take for what it holds, as predicted."""
+        """How long it will take for the batches that it holds, as predicted."""
         if not self.in_flight:
             return 0
         left_ns = self.running_since_ns - now_ns
@@ -126,10 +125,12 @@ class Worker:
         return max(0, left_ns)
 
     def free_at_ns(self, now_ns: int, begins_in_ns: int, *, late: bool) -> int | None:
-        """From when on another batch may be sent; None while both slots are taken.
+        """When another batch may be sent; None while both slots are taken.
 
-        `late`: not before it must be. `begins_in_ns`: how long until any worker can begin something new; where this one
-        takes longer, its slot stays open as long as that costs it nothing.
+        Args:
+            begins_in_ns: how long until any worker can begin something new. If this one takes longer, its slot stays
+                open as long as that costs nothing.
+            late: the slot is to be filled no sooner than it must be.
         """
         if len(self.in_flight) >= _CREDITS:
             return None
@@ -138,8 +139,8 @@ class Worker:
         (running,) = self.in_flight.values()
         ends_ns = self.running_since_ns + running.predicted_ns
         if self.busy_ns(now_ns) > begins_in_ns + _HANDOVER_NS:
-            # No share of it, as below: who is early behind a long step waits for as long, and to be a hand-over late
-            # costs it next to nothing.
+            # Not a share of the step, as in `_opens_ns`: a batch that is early behind a long step waits for as long,
+            # and one that is late by a hand-over costs next to nothing.
             return ends_ns - _HANDOVER_NS
         return self._opens_ns(running) if late else 0
 
@@ -180,19 +181,19 @@ class Choice:
 
 class Fleet:
     def __init__(self, epoch: int, latency_target_ms: int = 0) -> None:
-        """`latency_target_ms`: how long a step may take, so far as its sequences can be parted; 0: as workers say."""
+        """`latency_target_ms`: how long a step may take, as far as its sequences can be split; 0: no limit."""
         self._epoch = epoch
         self._latency_target_ms = latency_target_ms
         self._workers: dict[bytes, Worker] = {}
         self._next_batch_id = 1
 
     def join(self, worker: Worker) -> None:
-        # Who is new has nothing to catch up with; least of all one that dies again and again.
+        # A new worker has nothing to catch up with, least of all one that dies again and again.
         worker.worked_ns = max((other.worked_ns for other in self._workers.values()), default=0)
         self._workers[worker.peer] = worker
 
     def leave(self, peer: bytes) -> list[InFlight]:
-        """Forget a worker. The batches it held: first the one that it was running, then the one that waited."""
+        """Forget a worker; the batches that it held, first the one that ran, then the one that waited."""
         return list(self._workers.pop(peer).in_flight.values())
 
     def get(self, peer: bytes) -> Worker | None:
@@ -205,7 +206,7 @@ class Fleet:
         return list(self._workers.values())
 
     def ready(self, now_ns: int) -> int:
-        """How many workers can be given work, or work already."""
+        """How many workers can be given work, or are working."""
         return sum(now_ns - worker.last_heard_ns < SUSPECT_NS for worker in self._workers.values())
 
     def refusal(self, hello: Hello) -> Refuse | None:
@@ -225,7 +226,7 @@ class Fleet:
 
     @property
     def has_slot(self) -> bool:
-        """Whether any worker holds less than it may."""
+        """Whether any worker has a free slot."""
         return any(len(worker.in_flight) < _CREDITS for worker in self._workers.values())
 
     def choose_worker(self, now_ns: int, *, late: bool) -> Choice:
@@ -257,7 +258,7 @@ class Fleet:
             worker.is_kept_open = True
 
     def begins_in_ns(self, now_ns: int) -> int:
-        """How long it takes until a worker can begin something new, as predicted; 0 where none is heard of."""
+        """How long until a worker can begin something new, as predicted; 0 if no worker is ready."""
         begins_in_ns = [
             max(worker.busy_ns(now_ns), worker.rests_until_ns - now_ns)
             for worker in self._workers.values()
@@ -266,7 +267,7 @@ class Fleet:
         return min(begins_in_ns, default=0)
 
     def next_free_ns(self, now_ns: int) -> int | None:
-        """When the first of the workers' slots that are kept open may be filled; None where none is."""
+        """When the first of the slots that are kept open may be filled; None if no slot is."""
         begins_in_ns = self.begins_in_ns(now_ns)
         times_ns = [
             worker.free_at_ns(now_ns, begins_in_ns, late=True)
@@ -277,11 +278,11 @@ class Fleet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that any of the workers has run."""
+        """Tokens of the longest sequence that any worker has run."""
         return max((worker.longest for worker in self._workers.values()), default=0)
 
     def most_tokens(self, worker: Worker) -> int:
-        """Of a step of this worker."""
+        """The most tokens of a step of this worker."""
         most = worker.facts.max_batch_tokens
         if worker.fitting_tokens is not None:
             most = min(most, worker.fitting_tokens)
@@ -290,16 +291,16 @@ class Fleet:
         return worker.step_time.budget(self._latency_target_ms, TYPICAL_LENGTH, most)
 
     def step_ms(self, worker: Worker, num_tokens: int) -> float | None:
-        """Milliseconds that a step of this worker will take, going by another one where it has done none yet."""
+        """Milliseconds that a step of this worker will take; by another worker's steps if it has done none yet."""
         known = (other.step_time.predict_ms(num_tokens, TYPICAL_LENGTH) for other in (worker, *self._workers.values()))
         return next((ms for ms in known if ms is not None), None)
 
     def wait_ms(self, num_tokens: int, now_ns: int) -> float | None:
-        """Milliseconds that the ready workers together take for so many queued tokens; None where nothing is known.
+        """Milliseconds that the ready workers together take for this many queued tokens; None if nothing is known.
 
         A worker that has done nothing yet counts as the mean of the others.
         """
-        rates: list[float] = []  # in all of these tokens a millisecond
+        rates: list[float] = []  # how much of all these tokens each worker does in a millisecond
         num_unknown = 0
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns < SUSPECT_NS:
@@ -342,7 +343,7 @@ class Fleet:
         return batch
 
     def release(self, worker: Worker, batch_id: int, now_ns: int) -> InFlight | None:
-        """Take a finished batch out of a worker's hands; None if it was not there (a past incarnation's)."""
+        """Take a finished batch from a worker; None if it did not hold it (the result is an earlier worker's)."""
         batch = worker.in_flight.pop(batch_id, None)
         if batch is not None:
             worker.num_missing = 0
@@ -351,16 +352,16 @@ class Fleet:
         return batch
 
     def note_pieces(self, worker: Worker, pieces: npt.NDArray[np.int32], now_ns: int) -> None:
-        """A batch had to run in pieces of so many tokens: give this worker smaller ones for a while."""
+        """A batch had to run in pieces, of this many tokens each: give this worker smaller ones for a minute."""
         worker.fitting_tokens = int(pieces.max())
         worker.memory_back_ns = now_ns + _SHORT_OF_MEMORY_NS
 
     def rest(self, worker: Worker, now_ns: int) -> None:
-        """Give a worker nothing for a moment which fails where others do not: free at once, it would get all."""
+        """Give nothing for a second to a worker that fails where others do not: always free, it would get all work."""
         worker.rests_until_ns = now_ns + _REST_NS
 
     def recover(self, now_ns: int) -> list[Worker]:
-        """Take memory not to be short any more where it has not been for long enough; at which workers."""
+        """Lift the limit of workers whose memory has not been short for a minute; these workers."""
         recovered = [
             worker
             for worker in self._workers.values()
@@ -371,9 +372,10 @@ class Fleet:
         return recovered
 
     def on_beat(self, worker: Worker, beat: Beat, now_ns: int) -> None:
-        """A beat may cross a batch on its way; where they go on missing one, it never arrived.
+        """Note how many batches a worker says that it holds.
 
-        Nor has anything at a worker that still speaks of another scheduler's epoch: it takes nothing of this one's.
+        A beat may cross a batch on its way; if beats go on missing it, it never arrived. A worker that still speaks of
+        another scheduler's epoch takes nothing of this one's.
         """
         worker.held = beat.num_held if beat.epoch == self._epoch else 0
         worker.beat_ns = now_ns
@@ -383,9 +385,9 @@ class Fleet:
             worker.short_since_ns = now_ns
 
     def take_overtaken(self, worker: Worker, batch_id: int) -> list[InFlight]:
-        """Take back what this worker was sent before the batch whose result has come: it never arrived.
+        """Take back the batches that were sent before the one whose result has come: they never arrived.
 
-        A worker gives results in the order in which it was sent the batches.
+        A worker gives its results in the order of its batches.
         """
         if batch_id not in worker.in_flight:
             return []
@@ -393,9 +395,9 @@ class Fleet:
         return [worker.in_flight.pop(known) for known in older]
 
     def take_missing(self, now_ns: int) -> list[tuple[Worker, list[InFlight]]]:
-        """Take back what workers were sent and have told for long enough that they hold none of.
+        """Take back the batches of workers whose beats have said for 2 seconds that they hold none.
 
-        While one holds some of it, that ends first, and its result says more.
+        While a worker holds one of two, that one ends first, and its result says more.
         """
         missing = []
         for worker in self._workers.values():
@@ -408,7 +410,7 @@ class Fleet:
         return missing
 
     def lost(self, now_ns: int) -> list[tuple[Worker, str]]:
-        """The workers that count as lost now, each with why: silent, desynchronized or overdue."""
+        """The workers that count as lost now, each with the reason: silent, desynchronized or overdue."""
         verdicts = []
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns >= LOST_NS:
@@ -423,10 +425,10 @@ class Fleet:
         return verdicts
 
     def forgive(self, lag_ns: int, now_ns: int) -> None:
-        """The scheduler itself stood still for so long: nobody is to blame for that silence.
+        """The scheduler itself stood still for this long: no worker is to blame for that silence.
 
-        Nor for what came meanwhile and was lost with a connection that the transport has given up: after long, who
-        seems to have been silent before gets the time in which he is heard again.
+        After a long standstill the transport may have given up a connection, with the messages that came meanwhile. So
+        a worker that seems to have been silent before gets time to be heard again.
         """
         for worker in self._workers.values():
             heard_ns = worker.last_heard_ns + lag_ns

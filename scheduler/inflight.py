@@ -15,7 +15,7 @@ from scheduler.batching import Part
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A batch at a worker: whose sequences its rows are, in order."""
+    """A batch at a worker: the parts whose sequences its rows belong to, in order."""
 
     batch_id: int
     parts: list[Part]
@@ -59,8 +59,11 @@ def pack(parts: list[Part], *, epoch: int, batch_id: int, now_ns: int) -> Batch:
 
 
 def check_result(batch: InFlight, result: Result) -> None:
-    """Raises BadResult unless the result has as many rows as the batch asks for, as wide as they must be, and pieces
-    that make up the batch, if any."""
+    """Check that a result fits its batch.
+
+    Raises:
+        BadResult: its rows are not as many or as wide as the batch asks for, or its pieces do not make up the batch.
+    """
     num_rows, num_bytes = result.rows.shape
     if num_rows != batch.num_rows or (batch.row_bytes is not None and num_bytes != batch.row_bytes):
         raise BadResult(f"rows {result.rows.shape} where the batch needs {batch.num_rows, batch.row_bytes}")
@@ -69,7 +72,7 @@ def check_result(batch: InFlight, result: Result) -> None:
     if len(result.pieces) and (int(result.pieces.min()) < 1 or int(result.pieces.sum()) != batch.num_tokens):
         raise BadResult("pieces that do not make up the batch")
     if batch.row_bytes is None:
-        # What is not finite holds no answer, so it may say anything.
+        # A row that is not finite holds no answer, so its bytes may be anything.
         answers = np.delete(result.rows, result.nonfinite, axis=0) if len(result.nonfinite) else result.rows
         try:
             sparse_bytes(answers)
@@ -100,7 +103,7 @@ def without(batch: InFlight, position: int) -> tuple[list[Part], Part]:
 
 
 def _type_starts(parts: list[Part]) -> npt.NDArray[np.int32]:
-    """A batch's `type_starts`: empty where no request has any, else of every sequence."""
+    """A batch's `type_starts`: of every sequence, or empty if no request has any."""
     if not any(len(part.pending.request.type_starts) for part in parts):
         return NO_NUMBERS
     type_starts = []
@@ -112,7 +115,7 @@ def _type_starts(parts: list[Part]) -> npt.NDArray[np.int32]:
 
 
 def _spans(parts: list[Part]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """A batch's `span_counts` and `spans`: empty where no request has any, else of every sequence."""
+    """A batch's `span_counts` and `spans`: of every sequence, or empty if no request has any."""
     if all(part.pending.row_offsets is None for part in parts):
         return NO_NUMBERS, NO_SPANS
     counts, spans = [], []

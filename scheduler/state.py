@@ -54,9 +54,8 @@ _LAG_NS = 500_000_000
 class Scheduler:
     """Every public method returns the actions that it asks for, in order; the caller performs them.
 
-    Batches are formed at every tick and where a worker is lost. What is said changes only what waits and who has room:
-    a caller that has heard what there is, and has sent what answers it, has them formed then (`form_batches`, or a
-    tick), once for all of it.
+    A message changes only what waits and which worker has room. Batches are formed at every tick, when a worker is
+    lost, and when the caller asks (`form_batches`): once for all the messages that it has heard.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Scheduler:
         if isinstance(message, Join):
             self._on_join(peer, message, now_ns)
         elif gateway is None:
-            # A past scheduler's gateway: it will notice that nobody answers, and join.
+            # A past scheduler's gateway: it will notice that it gets no answers, and join.
             self._metrics.stale_messages.inc()
         else:
             gateway.last_heard_ns = now_ns
@@ -122,7 +121,7 @@ class Scheduler:
         return self._outbox.take()
 
     def form_batches(self, now_ns: int) -> list[Action]:
-        """Give workers what waits, as far as they have room for it now."""
+        """Give workers the requests that wait, as far as they have room now."""
         self._fill_slots(now_ns)
         return self._outbox.take()
 
@@ -160,24 +159,24 @@ class Scheduler:
         return self.form_batches(now_ns)
 
     def on_undelivered(self, peer: bytes, message: Message) -> None:
-        """This could not be sent: nobody takes it. That its worker is lost is told as well, in a moment."""
+        """This message could not be sent. That its peer is lost is told separately, in a moment."""
         worker = self._fleet.get(peer)
         if worker is not None and isinstance(message, Batch):
             worker.undelivered.add(message.batch_id)
 
     def on_gateway_lost(self, peer: bytes, reason: str, now_ns: int) -> list[Action]:
-        """The gateway's process or connection is gone: nobody waits for its work."""
+        """The gateway's process or connection is gone, and nothing waits for its work."""
         gateway = self._accounts.get(peer)
         if gateway is not None:
             self._accounts.lose(gateway, reason)
         return self._outbox.take()
 
     def knows(self, peer: bytes) -> bool:
-        """Whether this gateway or worker is one that was let in and is not lost, or whose end is still of interest."""
+        """Whether this peer has joined and is not lost, or is a lost worker whose death is still in question."""
         return peer in self._accounts or peer in self._losses.pending_losses or self._fleet.get(peer) is not None
 
     def on_tick(self, now_ns: int) -> list[Action]:
-        """What time brings: pulses, expired requests, lost peers. Call it at `next_tick_ns`, or sooner."""
+        """Do what time brings: pulses, expired requests, lost peers. Call it at `next_tick_ns`, or sooner."""
         self._note_time(now_ns)
         for worker, reason in self._fleet.lost(now_ns):
             self._outbox.kill(worker.peer)
@@ -203,7 +202,7 @@ class Scheduler:
         return self._pulse.next_ns if free_ns is None else min(self._pulse.next_ns, free_ns)
 
     def _note_time(self, now_ns: int) -> None:
-        """See whether this process stood still (stopped, starved): who seems silent since was merely not heard."""
+        """If this process stood still (stopped, starved), forgive the silence of its peers: they were not heard."""
         lag_ns = now_ns - self._last_turn_ns - PING_NS
         self._last_turn_ns = now_ns
         if lag_ns <= _LAG_NS:
@@ -230,7 +229,7 @@ class Scheduler:
         replaced: frozenset[bytes] = frozenset()
         if former is not None and former.pid == hello.pid:
             if peer in former.replaced:
-                self._metrics.stale_messages.inc()  # said before it came back as somebody new, and found after that
+                self._metrics.stale_messages.inc()  # sent before it came back under its new name
                 return
             replaced = former.replaced | {former.peer}
             self._losses.lose(former, "reconnected", now_ns)  # the same process under a new routing id
@@ -250,9 +249,8 @@ class Scheduler:
     # --- requests ---
 
     def _on_requests(self, gateway: Gateway, requests: list[Request], num_tokens: int, now_ns: int) -> None:
-        """Requests of so many tokens in all have come together."""
-        # Mostly each would be let in with all that waits and all of these before it: then no more is asked of any.
-        # (More that waits takes no less time, but where a prediction passes from steps of some lengths to others'.)
+        """Requests have come together, with this many tokens in all."""
+        # Common case: each would be let in even behind all that waits and all of these, so none is looked at alone.
         most_before = self._queue.num_tokens + num_tokens
         is_open = self._admission.is_open(
             queued_tokens=most_before,
@@ -287,7 +285,7 @@ class Scheduler:
         )
         if error is None:
             return True
-        if isinstance(error, Overloaded):  # there will be more: their gateway can say it by itself
+        if isinstance(error, Overloaded):  # more will come: their gateway can refuse them by itself
             self._outbox.to_gateway(pending.gateway, self._pulse.status(now_ns))
         self._accounts.settle(pending, error)
         return False
@@ -349,7 +347,6 @@ class Scheduler:
     def _fill_slots(self, now_ns: int) -> None:
         """Form a batch for every free slot, as long as something waits that is still in time."""
         self._expire(now_ns)
-        # First what is looked at after every message, and mostly ends it.
         while self._fleet.has_slot and (waiting := self._queue.waiting_lanes()):
             choice = self._policy.choose_worker(now_ns)
             self._fleet.keep_open(choice)
@@ -367,7 +364,7 @@ class Scheduler:
             observe_all(self._metrics.queue_seconds, [(now_ns - part.pending.arrived_ns) / 1e9 for part in parts])
 
     def _expire(self, begin_ns: int) -> None:
-        """Fail what waits and could begin then at the soonest, where its deadline has passed by then."""
+        """Fail the requests whose deadline has passed at `begin_ns`, when they could begin at the soonest."""
         for pending in self._queue.expired(begin_ns):
             self._accounts.settle(
                 pending, DeadlineExceeded("The deadline passed while the request waited for a worker.")
