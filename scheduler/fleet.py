@@ -248,9 +248,9 @@ class Fleet:
                 free.append(worker)
             elif late and worker.is_held_by_dispatch_lead(now_ns, begins_in_ns):
                 kept_open.append(worker)
-        worker = min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
-        early = late and worker is not None and worker.is_sent_early(now_ns)
-        return Choice(worker, tuple(kept_open), early)
+        chosen = min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
+        early = late and chosen is not None and chosen.is_sent_early(now_ns)
+        return Choice(chosen, tuple(kept_open), early)
 
     def keep_open(self, choice: Choice) -> None:
         """Note which workers' slots the choice leaves open: what fills one later tells of the dispatch lead."""
