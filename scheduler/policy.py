@@ -5,9 +5,8 @@ below runs in small steps (`stepsize.py`), so that a new query waits for at most
 gets its share of the workers' time (`batching.py`, `Shares`).
 
 A worker's second slot is filled as late as possible while online work is active, so that a request that arrives
-meanwhile joins the next batch. It is filled at once where waiting could change nothing: no request can come that goes
-before the lanes below; or the batch is full already, and no other key's request can come that would have its turn in
-it.
+meanwhile joins the next batch: before the lanes below, and another tenant's even if the batch is full already. While
+only lanes below are active it is filled at once.
 """
 
 from __future__ import annotations
@@ -31,22 +30,13 @@ class Policy:
         self._shares = Shares()
         self._step_sizes = StepSizes()
         self._arrived_ns = dict.fromkeys(LANES, now_ns - _ACTIVE_NS)  # when the last request came, by lane
-        self._last_tenant = 0  # of the last online request
-        self._mixed_ns = now_ns - _ACTIVE_NS  # when an online request came from another tenant than the one before
 
     def note_arrival(self, request: Request, now_ns: int) -> None:
         self._arrived_ns[request.lane] = now_ns
-        if request.lane == "online" and request.tenant != self._last_tenant:
-            self._last_tenant, self._mixed_ns = request.tenant, now_ns
 
     def choose_worker(self, now_ns: int) -> Choice:
         """The worker to send a batch to now, if any."""
-        num_tokens = self._queue.tokens_in("online")
-        late = self._is_active("online", now_ns) and (
-            now_ns - self._mixed_ns < _ACTIVE_NS
-            or any(num_tokens < self._fleet.most_tokens(worker) for worker in self._fleet.all())
-        )
-        return self._fleet.choose_worker(now_ns, late=late)
+        return self._fleet.choose_worker(now_ns, late=self._is_active("online", now_ns))
 
     def take_batch(self, worker: Worker, waiting: list[str], now_ns: int) -> list[Part]:
         """What this worker runs next, taken off the queue. `waiting`: the lanes in which something waits."""

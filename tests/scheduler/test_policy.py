@@ -135,17 +135,7 @@ def test_what_answers_a_result_is_there_before_the_next_batch_is_formed(rig: Rig
     assert isinstance(batch.message, Batch)
 
 
-def test_a_batch_that_is_full_is_closed_at_once(rig: Rig) -> None:
-    learn(rig)
-    rig.request(1, [1] * 60)
-    rig.take(Batch)
-    rig.request(2, [2] * 40)
-    assert rig.take(Batch) == []
-    rig.request(3, [3] * 24)
-    assert [batch.lengths.tolist() for batch in rig.take(Batch)] == [[40, 24]]
-
-
-def test_a_batch_that_is_full_stays_open_while_tenants_mix_so_that_who_comes_has_his_part_of_it(rig: Rig) -> None:
+def test_a_batch_that_is_full_stays_open_so_that_another_tenant_has_its_part_of_it(rig: Rig) -> None:
     learn(rig)
     rig.request(1, [1] * 60, tenant=7)
     rig.take(Batch)
