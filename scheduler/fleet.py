@@ -45,7 +45,6 @@ _FIRST_DISPATCH_LEAD_NS, _LEAST_DISPATCH_LEAD_NS, _MOST_DISPATCH_LEAD_NS = 1_600
 _LATE_SHARE, _LATE_NS = 0.05, 100_000
 _AT_REST_US = 300  # a batch waits for so long in a worker at rest, or until the end of a step was noticed
 _AT_ONCE_NS = 200_000  # so soon after a step's end as soon as could be
-_DISPATCH_LEAD_SHARE = 0.05  # of the step, at least; of a long one, as on a CPU, it is also what matters
 
 # If beats tell of fewer batches than were sent for this long, these batches never arrived. It is the clock that counts,
 # not the number of beats: after a standstill of the scheduler the beats of seconds come at once, and all are old.
@@ -139,20 +138,15 @@ class Worker:
         (running,) = self.in_flight.values()
         ends_ns = self.running_since_ns + running.predicted_ns
         if self.busy_ns(now_ns) > begins_in_ns + _HANDOVER_NS:
-            # Not a share of the step, as in `_opens_ns`: a batch that is early behind a long step waits for as long,
-            # and one that is late by a hand-over costs next to nothing.
             return ends_ns - _HANDOVER_NS
         return self._opens_ns(running) if late else 0
 
     def is_held_by_dispatch_lead(self, now_ns: int, begins_in_ns: int) -> bool:
-        """Whether it is `dispatch_lead_ns` that keeps the free slot of a worker with one batch open."""
-        (running,) = self.in_flight.values()
-        by_share = _DISPATCH_LEAD_SHARE * running.predicted_ns > self.dispatch_lead_ns
-        return not by_share and self.busy_ns(now_ns) <= begins_in_ns + _HANDOVER_NS
+        """Whether it is the dispatch lead that keeps the free slot of a worker with one batch open."""
+        return self.busy_ns(now_ns) <= begins_in_ns + _HANDOVER_NS
 
     def _opens_ns(self, running: InFlight) -> int:
-        dispatch_lead_ns = max(int(self.dispatch_lead_ns), int(_DISPATCH_LEAD_SHARE * running.predicted_ns))
-        return self.running_since_ns + running.predicted_ns - dispatch_lead_ns
+        return self.running_since_ns + running.predicted_ns - int(self.dispatch_lead_ns)
 
     def is_sent_early(self, now_ns: int) -> bool:
         """Whether what is sent now goes as soon as there is a slot, only since the step that runs takes no longer than
