@@ -91,7 +91,8 @@ from gateway.model_requests import EmbeddingRequest, LocalRequest, ModelOutput
 from gateway.open_request import OpenRequest, Options
 from gateway.parsing import Limits, read_request
 from gateway.routes import openai
-from scheduler.state import Kill, Scheduler
+from scheduler.actions import Kill
+from scheduler.state import Scheduler
 
 SEQUENCES, TOKENS, DIMENSIONS = 25, 20, 1024
 BULK_TEXTS, BULK_DIMENSIONS = 32, 384

@@ -1,12 +1,11 @@
-"""What is let in, and what a refused client is told. Pure: time is an argument.
+"""Which requests are let in, and what a refused client is told. Pure: time is an argument.
 
-A queue limit is a predicted wait, not a count of requests: under it a client waits, above it the refusal is immediate
-and says when to come back. What waits in lanes below a request's own is not before it, nor what another tenant has
-waiting beyond as much as its own (batching.py): so the limit is split between those who are there.
+The queue's limit is a predicted wait, not a number of requests. Under it a request waits; above it the refusal is
+immediate and says when to come back. Work in lanes below the request's own does not count, nor what another tenant has
+waiting beyond as much as its own (`batching.py`): so the tenants that are there share the limit.
 
-Who is refused is told to the gateways, which then refuse by themselves what would be refused here: before its text is
-tokenized, and without a hop. What they know is good for a moment only, and a request in doubt comes here: this is what
-decides.
+Gateways are told which lanes and tenants are full. They refuse by themselves what would be refused here, before its
+text is tokenized. What they know is good for a moment only; a request in doubt comes here, and this decides.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from common.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailabl
 from common.lanes import LANES
 from common.wire.messages import NONE_FULL, Request
 
-# Until the first step has told how long one takes: this many tokens are let in, some seconds of a slow CPU.
+# This many tokens are let in until the first step has told how long one takes: some seconds of a slow CPU.
 _BLIND_TOKENS = 20_000
 
-# The most that waits whatever its predicted time, 256 MiB of ids: a bound of memory, should a prediction be wrong. What
-# belongs to requests that were let in comes on top; gateways bound how many these are, and how much of each is here.
+# The most tokens that wait, whatever their predicted time: 256 MiB of ids, a bound of memory should a prediction be
+# wrong. Later parts of requests that were let in come on top; gateways bound these.
 _MAX_QUEUED_TOKENS = 64 * 1024 * 1024
 
-# How long requests are held while no worker is there: a restart takes about 5 s; a fleet that stays away longer is
-# down, and a client is better told so.
+# How long requests are held while there is no worker. A restart takes about 5 s; a fleet that stays away longer is
+# down, and clients are told.
 RECOVERY_NS = 15_000_000_000
 
-# A gateway refuses until there is room again for this part of the limit, lest the next request fill it at once; and no
-# longer than so, since much may change meanwhile.
+# A gateway refuses until there is room for this share of the limit, so that the next request does not fill it at once;
+# and for a second at most, since much may change meanwhile.
 _ROOM = 0.02
 _MAX_FULL_NS = 1_000_000_000
 _MAX_DONE_NS = 86_400_000_000_000  # what is predicted to take longer than a day has not been predicted well
@@ -52,13 +51,12 @@ class Admission:
         workers_ready: int,
         now_ns: int,
     ) -> bool:
-        """Whether any new request is let in whose deadline is no sooner, and behind no more than what waits in all.
-
-        Then nobody has to ask for the `refusal` of each of those that have come together: it would be None.
+        """Whether each of some requests is let in, so that `refusal` need not be asked for any: it would be None.
 
         Args:
-            queued_tokens: of whatever may be before any of them.
-            wait_ms: how long the ready workers will take for these; None: nothing is known of that.
+            queued_tokens: the tokens that may be before any of them.
+            wait_ms: how long the ready workers will take for these; None: nothing is known yet.
+            deadline_ns: the soonest of their deadlines.
         """
         return (
             workers_ready > 0
@@ -84,8 +82,8 @@ class Admission:
 
         Args:
             queued_tokens: in all lanes, of all tenants.
-            tokens_before: those that run before it.
-            wait_ms: how long the ready workers will take for the latter; None: nothing is known of that.
+            tokens_before: the tokens that run before it.
+            wait_ms: how long the ready workers will take for `tokens_before`; None: nothing is known yet.
             least_wait_ms: the same for the smallest request of its tenant in its lane, before which less may run.
             without_workers_ns: for how long no worker has been ready.
         """
@@ -113,7 +111,7 @@ class Admission:
         return None
 
     def full(self, now_ns: int) -> npt.NDArray[np.int64]:
-        """For whom the queue is full, as a Ping has it: int64 [refused, 4]."""
+        """The lanes and tenants whose queue is full, as in a Ping: int64 [refused, 4]."""
         if not self._full:
             return NONE_FULL
         self._full = {whose: times_ns for whose, times_ns in self._full.items() if times_ns[0] > now_ns}

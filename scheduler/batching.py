@@ -1,26 +1,26 @@
-"""What runs next: first come, first served of a tenant within a lane, up to a token budget. Pure: no clock, no socket.
+"""The queue: first come, first served for each tenant in a lane, up to a token budget. Pure: no clock, no socket.
 
-Latency follows the number of tokens, hardly that of sequences, so a batch is a token budget, and a batch is formed
-when a worker has a free slot, from what waits: no timer, no minimum. Of one tenant (requests with one key, or all
-without) nothing overtakes within a lane: a sequence that does not fit waits for the next batch, as all behind it do,
-and one longer than the whole budget runs alone. So do sparse sequences next to dense ones, whose rows travel
-differently, and more rows than a result can hold. A request may be split over several batches; work that comes back
-from a lost worker returns to its old place in the order of arrival.
+A step's time follows its number of tokens, hardly that of sequences, so a batch is limited by tokens. It is formed from
+what waits when a worker has a free slot: no timer, no minimum.
 
-Tenants that wait in the same lane take turns, and whose turn it is depends on the tokens that each has had, so that one
-that asks for ten times as much as another fills its own queue and not the other's. Who comes new, or again, begins as
-if it had had as much as the one whose turn it was: nothing is saved up. (Start-time fair queueing, Goyal et al. 1996.
-Deficit round robin, which is much like it, lets who comes wait for a round of everybody else's.) Alone, a tenant has
-the whole budget, first come first served.
+A tenant is all requests with one key, or all without a key. Within a lane nothing of a tenant is overtaken. A sequence
+that does not fit waits for the next batch, as do all behind it; one longer than the whole budget runs alone. Sparse
+sequences do not join dense ones, since their rows travel differently. A request may be split over several batches.
+Work that comes back from a lost worker returns to its old place in the order of arrival.
 
-Lanes come in their order: what is left of a budget goes to the next one. A lane below has a budget of its own, which
-its caller makes smaller while the lanes above are in use, so that who arrives there waits for a small step at most. So
-that no lane starves, each has a share of the workers' time that it gets while anything of it waits (`Shares`).
+Tenants that wait in the same lane take turns, by the tokens that each has had. So a tenant that asks for ten times as
+much as another fills its own queue and not the other's. A tenant that is new, or back, begins as if it had had as much
+as the one whose turn it was: nothing is saved up. (Start-time fair queueing, Goyal et al. 1996. Deficit round robin
+would let a new tenant wait for a round of all others.) A tenant that is alone has the whole budget.
 
-Sequences that were in a worker's hands when it died are suspects: after one loss they run again among suspects only,
-at most 8 at once, after two alone, and after three they are given up. So one input that kills a worker cannot take
-its neighbours down with it, and costs three deaths at most. (Bisecting would need a worker restart, about 5 s, for each
-halving; running each alone at once would serialise 64 innocents after every ordinary crash.)
+Lanes come in their order: what one leaves of a budget goes to the next. A lane below has a budget of its own, which
+`policy.py` makes smaller while lanes above are active, so that a new request there waits for a small step at most. So
+that no lane starves, each gets a share of the workers' time while anything of it waits (`Shares`).
+
+Sequences that were running when a worker died are suspects. After one loss they run again among suspects only, at most
+8 at once; after two, alone; after three they are given up. So an input that kills workers does not take its neighbours
+with it, and costs three deaths at most. (Rejected: bisecting, which needs a worker restart of about 5 s for each
+halving; running each alone at once, which serializes 64 innocent sequences after every ordinary crash.)
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ from common.wire.messages import Request
 
 MAX_LOSSES = 3
 
-# Of the workers' time, while anything of the lane waits.
+# The share of the workers' time that a lane gets while anything of it waits.
 SHARES = {SCORE: 0.2, BACKFILL: 0.1}
-_MOST_OWED_STEPS = 2  # of its own that a lane may be behind
+_MOST_OWED_STEPS = 2  # a lane may be behind by this many of its own steps
 
 _SUSPECTS_AT_ONCE = 8
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request in the scheduler's hands. `settled` once it was answered, failed or cancelled: what is still queued
-    or running of it has no taker any more."""
+    """A request that the scheduler holds.
+
+    It is `settled` once it was answered, failed or cancelled: nothing waits for the parts that are queued or running.
+    """
 
     gateway: bytes
     request: Request
@@ -57,7 +59,7 @@ class Pending:
     unanswered: int  # sequences
     settled: bool = False
     sparse: bool = field(init=False)
-    # Lists, since they are looked up a number at a time: 0.1 µs, where numpy takes 1 to 3 (2026-11-30, 2-core VM).
+    # Lists, since one number is looked up at a time: 0.1 µs; numpy takes 1 to 3 (2026-11-30, 2-core VM).
     offsets: list[int] = field(init=False)  # [sequences + 1] of tokens
     row_offsets: list[int] | None = field(init=False)  # [sequences + 1]; None: a row a sequence
 
@@ -88,7 +90,7 @@ class Part:
 
     @property
     def suspicion(self) -> int:
-        """What may have to do with it: nothing, or it runs among few, or alone."""
+        """How much it is suspected: 0, or 1 (it runs among few), or 2 (it runs alone)."""
         return self.losses + self.failures
 
     @property
@@ -111,9 +113,9 @@ class Part:
 
 @dataclass(slots=True)
 class _Line:
-    """What waits of one tenant in one lane."""
+    """The parts of one tenant that wait in one lane."""
 
-    heap: list[tuple[int, int, Part]] = field(default_factory=list)  # by arrival and first sequence, never two the same
+    heap: list[tuple[int, int, Part]] = field(default_factory=list)  # by arrival and first sequence, which are unique
     num_tokens: int = 0
     num_sequences: int = 0
 
@@ -142,17 +144,17 @@ class _Lane:
     """The tenants that wait in one lane, and whose turn it is."""
 
     lines: dict[int, _Line] = field(default_factory=dict)  # by tenant, none of them empty between calls
-    # A heap with an entry for each line: the tokens that its tenant has had, the arrival of what was first in it when
-    # its last turn ended, the tenant.
+    # A heap with an entry for each line: the tokens that its tenant has had, the arrival of the part that was first in
+    # it when its last turn ended, the tenant.
     turns: list[tuple[int, int, int]] = field(default_factory=list)
-    num_had: int = 0  # tokens, of the tenant whose turn was last, before it: where who comes new begins
-    # Of all lines: counted along, since every request asks for the one, and every batch for the other.
+    num_had: int = 0  # tokens that the tenant of the last turn had had before it: a new tenant begins with as many
+    # Sums over all lines. They are kept up to date, since every request and every batch asks for one.
     num_tokens: int = 0
     num_sequences: int = 0
 
     def tokens_before(self, tenant: int, num_tokens: int) -> int:
-        """Tokens of this lane that run before so many of this tenant's that come now have: its own that wait, and of
-        each other one's as many, if there are."""
+        """Tokens of this lane that run before a request of this tenant and size has run: the tenant's own that wait,
+        and as many of each other tenant."""
         own = self.lines[tenant].num_tokens if tenant in self.lines else 0
         others = (line.num_tokens for other, line in self.lines.items() if other != tenant)
         return own + sum(min(waiting, own + num_tokens) for waiting in others)
@@ -168,7 +170,7 @@ class _Lane:
         self.num_sequences += part.num_sequences
 
     def head(self) -> Part | None:
-        """The part that is next, if any still has a taker."""
+        """The part that is next and not settled, if there is one."""
         while self.turns:
             tenant = self.turns[0][2]
             line = self.lines[tenant]
@@ -183,13 +185,13 @@ class _Lane:
         return None
 
     def turn(self, head: Part, most: int) -> int:
-        """How many sequences of the part that is next its tenant may have in this turn: at least one."""
+        """How many sequences of the next part its tenant may have in this turn: at least one."""
         if len(self.lines) == 1:
             return head.num_sequences
         return max(1, _fitting(head.pending.offsets, head.start, most // len(self.lines)))
 
     def take(self, num_sequences: int) -> Part:
-        """Take so many of the part that is next, which ends its tenant's turn."""
+        """Take this many sequences of the next part, which ends its tenant's turn."""
         self.num_had, _, tenant = self.turns[0]
         line = self.lines[tenant]
         head = line.pop()
@@ -222,7 +224,7 @@ class _Lane:
 
 
 class BatchQueue:
-    """What waits, in lanes. Unbounded by itself: `admission.py` decides what is let in."""
+    """The parts that wait, in lanes. It has no limit of its own: `admission.py` decides what is let in."""
 
     def __init__(self) -> None:
         self._lanes = {lane: _Lane() for lane in LANES}
@@ -237,8 +239,8 @@ class BatchQueue:
         return sum(lane.num_sequences for lane in self._lanes.values())
 
     def tokens_before(self, lane: str, tenant: int, num_tokens: int) -> int:
-        """What so many tokens of this tenant that come now in this lane have before them: all that waits in the lanes
-        above, and in their own what has its turn sooner."""
+        """Tokens that run before a request of this lane, tenant and size: all in the lanes above, and those of its own
+        lane that have their turn sooner."""
         total = 0
         for name, waiting in self._lanes.items():
             if name == lane:
@@ -251,16 +253,16 @@ class BatchQueue:
         return self._lanes[lane].num_tokens
 
     def mean_length(self, lanes: Collection[str]) -> float:
-        """Tokens of a sequence that waits in these lanes, in the mean; 0 where none does."""
+        """Mean tokens of the sequences that wait in these lanes; 0 if none does."""
         num_sequences = sum(self._lanes[lane].num_sequences for lane in lanes)
         return sum(self._lanes[lane].num_tokens for lane in lanes) / num_sequences if num_sequences else 0.0
 
     def waiting_lanes(self) -> list[str]:
-        """Those in which something waits."""
+        """The lanes in which something waits."""
         return [name for name, lane in self._lanes.items() if lane.lines]
 
     def push(self, part: Part) -> None:
-        """Add new work, or give returned work its old place."""
+        """Queue new work, or returned work at its old place."""
         self._lanes[part.pending.request.lane].push(part)
         deadline_ns = part.pending.request.deadline_ns
         if self._earliest_deadline_ns is None or deadline_ns < self._earliest_deadline_ns:
@@ -269,10 +271,13 @@ class BatchQueue:
     def next_batch(self, max_tokens: int | Mapping[str, int], max_rows: int, first: str = LANES[0]) -> list[Part]:
         """The parts to run now, taken off the queue; empty when nothing waits.
 
-        Never more than `max_rows` rows, nor more tokens than a lane may have in a batch together with what is in it
-        already (`max_tokens`, of all lanes or by lane), unless the oldest sequence alone has more: then just that one.
-        The lane `first` goes first, the others follow in their order; of a lane its tenants in turns, each of them an
-        equal part of its tokens long, or a sequence.
+        The lane `first` goes first, the others follow in their order. Within a lane the tenants take turns, each for an
+        equal part of the lane's tokens, or for one sequence.
+
+        Args:
+            max_tokens: of the batch when work of a lane is added, for all lanes or by lane. If the oldest sequence
+                alone has more, the batch is just that one.
+            max_rows: of the batch.
         """
         batch: list[Part] = []
         num_tokens = num_sequences = 0
@@ -302,7 +307,7 @@ class BatchQueue:
         return batch
 
     def expired(self, now_ns: int) -> list[Pending]:
-        """The waiting requests whose deadline has passed; the caller settles them."""
+        """The waiting requests whose deadline has passed. The caller settles them: they are not told again."""
         if self._earliest_deadline_ns is None or now_ns < self._earliest_deadline_ns:
             return []
         waiting = self.pending()
@@ -311,7 +316,7 @@ class BatchQueue:
         return [pending for pending in waiting if pending.request.deadline_ns <= now_ns]
 
     def prune(self) -> None:
-        """Drop what was settled while it waited, so that it no longer counts as queued."""
+        """Drop parts that were settled while they waited, so that they no longer count."""
         for lane in self._lanes.values():
             lane.prune()
 
@@ -325,30 +330,30 @@ class BatchQueue:
 
 
 class Shares:
-    """Sees to it that each lane gets its share of the workers' time while anything of it waits.
+    """Gives each lane its share of the workers' time while anything of it waits.
 
-    A lane below is owed its share of every step that runs while it waits, and pays for what it gets. Once it is owed as
-    much as a step of its own costs, that step comes first.
+    A lane is owed its share of every step that runs while it waits, and pays for what it gets of one. Once it is owed
+    as much as a step of its own costs, that step comes first.
     """
 
     def __init__(self) -> None:
         self._owed_ms = dict.fromkeys(SHARES, 0.0)
 
     def clear(self) -> None:
-        """Nothing waits in the lanes below: a share that is not wanted is not saved up."""
+        """Nothing waits in the lanes below: a share that is not used is not saved up."""
         self._owed_ms = dict.fromkeys(SHARES, 0.0)
 
     def first(self, costs_ms: Mapping[str, float]) -> str:
-        """The lane to begin the next batch with. `costs_ms`: of a step of each lane."""
+        """The lane that goes first in the next batch. `costs_ms`: how long a step of each lane takes."""
         due = [lane for lane, owed_ms in self._owed_ms.items() if owed_ms >= costs_ms[lane]]
         return max(due, key=self._owed_ms.__getitem__, default=LANES[0])
 
     def note(self, batch: list[Part], ms: float, waiting: Collection[str], costs_ms: Mapping[str, float]) -> None:
-        """A batch that takes so long will run. `waiting`: the lanes in which something did when it was formed."""
+        """This batch will run for `ms`. `waiting`: the lanes in which something waited when it was formed."""
         num_tokens = sum(part.num_tokens for part in batch)
         for lane, share in SHARES.items():
             if lane not in waiting:
-                self._owed_ms[lane] = 0.0  # a share that was not wanted is not saved up
+                self._owed_ms[lane] = 0.0
                 continue
             own = sum(part.num_tokens for part in batch if part.pending.request.lane == lane)
             owed_ms = self._owed_ms[lane] + ms * (share - own / num_tokens)
@@ -362,10 +367,10 @@ def _sequences_at_once(suspicion: int) -> int:
 
 
 def _offsets(counts: np.ndarray) -> list[int]:
-    """Where what is counted begins, sequence by sequence, and where the last one ends."""
+    """The running sum of counts, from 0: where each sequence begins, and where the last one ends."""
     return list(accumulate(counts.tolist(), initial=0))
 
 
 def _fitting(offsets: list[int], start: int, room: int) -> int:
-    """How many sequences, from `start` on, have at most `room` together of what `offsets` counts."""
+    """How many sequences, from `start` on, have at most `room` in all, by their `offsets`."""
     return bisect_right(offsets, offsets[start] + room) - 1 - start

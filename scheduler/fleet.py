@@ -1,88 +1,69 @@
-"""Who the workers are, what each has in its hands, and when one counts as lost. Pure: no clock, no socket, no pid.
+"""The workers: what each holds, when one begins something new, and when one counts as lost. Pure: time is an argument.
 
-A worker holds at most two batches, one running and one waiting, so that it never idles while a result travels; that
-credit, not a socket's high-water mark, is the flow control. The second one may be sent as late as its ways take before
-the predicted end of the first, so that who arrives meanwhile still joins it; and it is, where another worker, with two
-batches, will be through both of them sooner than this one with the first.
+A worker holds at most two batches, one running and one waiting, so that it never idles while a result travels. That
+credit is the flow control, not a socket's high-water mark. The second batch may be sent late, the dispatch lead before
+the predicted end of the first: so that a request that arrives meanwhile still joins it, or because a worker that holds
+two batches will be through both sooner than this one with its first.
 
-A worker is judged by progress as well as by pulse: its process may be alive with its Python hung (silence), or beat
-while its device is stuck (an overdue batch).
+A worker is judged by progress as well as by pulse. Its process may be alive while its Python hangs (it is silent), or
+send beats while its device is stuck (a batch is overdue).
 
-Where a worker's device had no memory for a batch, so that it ran in pieces, the next ones have no more tokens than the
-largest piece for a minute; then as many as ever, in the hope that whoever took the memory has gone. Rejected: a budget
-that creeps up again by the second. Where memory stays short it runs into the wall every few seconds, and each time a
-worker gives up its graphs.
+If a worker's device had no memory for a batch, it ran in pieces. For a minute its batches have no more tokens than the
+largest piece; then as many as before, since whatever took the memory may be gone. Rejected: a budget that grows again
+by the second. While memory stays short it fails every few seconds, and each time the worker drops its graphs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import ProtocolError
-from common.wire.messages import NO_NUMBERS, NO_SPANS, NO_TIMES, Batch, Beat, ModelFacts, Result, StepTimes
-from common.wire.rows import ENCODINGS, row_bytes, sparse_bytes
+from common.wire.messages import PROTOCOL_VERSION, Batch, Beat, Hello, ModelFacts, Refuse, StepTimes
+from common.wire.rows import row_bytes
+from scheduler.actions import version_refusal
 from scheduler.batching import Part
+from scheduler.inflight import InFlight, pack
 from scheduler.steptime import TYPICAL_LENGTH, StepTime
 
 _CREDITS = 2
-SUSPECT_NS = 1_000_000_000  # silent for so long: no new work
-LOST_NS = 2_000_000_000  # silent for so long: lost
+SUSPECT_NS = 1_000_000_000  # a worker that is silent for this long gets no new work
+LOST_NS = 2_000_000_000  # and after this long it is lost
 
-# How long before the predicted end of a step the next batch is on its way where another worker would begin it sooner.
-_HANDOVER_NS = 1_000_000
-
-# And where no other one would. A step's end is when its result is here: the device was done some 0.5 ms before, what is
-# sent takes as long to get there, and a prediction is off by some percent. What this comes to differs by host (1.6 ms
-# were too few for one batch in six on one of them, and a GPU idled for a tenth of its time, 2026-11-30), so it is
-# learned: such that of those that were sent as late as could be this share found the device at rest, or about to be.
+# The dispatch lead: a slot that is kept open is filled this long before the predicted end of the step that runs. A step
+# ends when its result is here. The device was done some 0.5 ms before, the next batch takes as long to get there, and a
+# prediction is off by some percent. The sum differs by host (1.6 ms were too few for one batch in six on one of them,
+# and a GPU idled for a tenth of its time, 2026-11-30), so it is learned: of the batches that were sent this late, the
+# share `_LATE_SHARE` finds the device at rest, or about to be.
 # (Source: stochastic approximation of a quantile, Robbins and Monro 1951.)
-_FIRST_LEAD_NS, _LEAST_LEAD_NS, _MOST_LEAD_NS = 1_600_000, 500_000, 3_000_000
+_FIRST_DISPATCH_LEAD_NS, _LEAST_DISPATCH_LEAD_NS, _MOST_DISPATCH_LEAD_NS = 1_600_000, 500_000, 3_000_000
 _LATE_SHARE, _LATE_NS = 0.05, 100_000
-_AT_REST_US = 300  # a batch waits for so long in a worker at rest, or until the end of a step was noticed
-_AT_ONCE_NS = 200_000  # so soon after a step's end as soon as could be
-_LEAD_SHARE = 0.05  # of the step, at least; of a long one, as on a CPU, it is also what matters
+_AT_REST_US = 300  # a batch that waits for less in a worker found the device at rest, or about to be
 
-# Beats that tell of fewer batches than were sent for so long: these never arrived. By the clock, since after a
-# standstill of the scheduler the beats of seconds come at once, all of them older than what it sends then.
+# If beats tell of fewer batches than were sent for this long, these batches never arrived. It is the clock that counts,
+# not the number of beats: after a standstill of the scheduler the beats of seconds come at once, and all are old.
 MISSING_NS = 2_000_000_000
-_MAX_MISSING = 2  # a connection may break and come back; twice in a row, and it is the worker that cannot be understood
+_MAX_MISSING = 2  # a connection may break and come back; twice in a row, the worker is at fault
 
-# Two beats so far apart were not both under way when the batch was that both tell nothing of: it has not arrived by the
-# second. A beat comes each quarter of a second.
+# Two beats this far apart were not both under way while a batch was. If both do not tell of it, it has not arrived by
+# the second. A beat comes every quarter of a second.
 _CROSSING_NS = 200_000_000
 
 _REST_NS = 1_000_000_000
 
-# Of one query after the other two workers of a CPU take 12 % longer where each has every second one (2026-11-30).
+# An idle worker keeps its turn for this much work, since its caches are warm: with two workers on one CPU, queries one
+# after the other take 12 % longer if each worker has every second one (2026-11-30).
 _TURN_NS = 100_000_000
 
 _SHORT_OF_MEMORY_NS = 60_000_000_000  # how long a worker gets smaller batches
 
-# The longest that one batch may take: generous, since a first step of its kind may compile for seconds. A worker gives
-# up by itself where it can see that it hangs.
+# The longest that one batch may take. It is generous, since the first step of a kind may compile for seconds, and a
+# worker that can see that it hangs ends by itself.
 _MAX_STEP_NS = 30_000_000_000
 _MAX_STEP_TO_PREDICTED = 20
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A batch at a worker: whose sequences its rows are, in order."""
-
-    batch_id: int
-    parts: list[Part]
-    num_tokens: int
-    longest: int  # tokens of its longest sequence
-    num_rows: int
-    row_bytes: int | None  # of each of its rows: as many as the widest needs; None: sparse, which nobody knows before
-    sent_ns: int
-    predicted_ns: int  # 0 where nothing is known
-    was_kept_open: bool  # its slot, until it had to be sent
-    was_sent_early: bool  # as soon as there was a slot, since the step before it takes no longer than the ways
 
 
 @dataclass(slots=True, eq=False)
@@ -95,20 +76,20 @@ class Worker:
     replaced: frozenset[bytes] = frozenset()  # the peers that this process was before
     running_since_ns: int = 0  # when its oldest batch began, as far as can be seen from here
     short_since_ns: int | None = None  # since when its beats tell of fewer batches than were sent
-    held: int = 0  # batches of this scheduler's, by its last beat
-    beat_ns: int = 0  # when that came
+    held: int = 0  # batches of this scheduler that it holds, by its last beat
+    beat_ns: int = 0  # when its last beat came
     undelivered: set[int] = field(default_factory=set)  # batches that could not even be sent
-    num_missing: int = 0  # how often what it was sent never arrived, without any result since
+    num_missing: int = 0  # how often batches never arrived, without any result since
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
     is_kept_open: bool = False  # its free slot, though something waits that could fill it
-    lead_ns: float = _FIRST_LEAD_NS  # how long before the end of a step the next batch is sent, at the latest
-    fitting_tokens: int | None = None  # of a batch, while memory is short
-    memory_back_ns: int = 0  # from when on it is taken not to be, as long as fitting_tokens says anything
+    dispatch_lead_ns: float = _FIRST_DISPATCH_LEAD_NS
+    fitting_tokens: int | None = None  # the most of a batch while memory is short; None: it is not
+    memory_back_ns: int = 0  # when memory is taken to be there again, if it is short
     longest: int = 0  # tokens of the longest sequence that it has run
-    rests_until_ns: int = 0  # no new work before
-    times: StepTimes | None = None  # of the batch whose result comes next, where that is followed
-    worked_ns: int = 0  # how long it has had something in its hands, or as long as whoever had most when it came
+    rests_until_ns: int = 0  # it gets no new work before
+    times: StepTimes | None = None  # of the batch whose result comes next, if one of its requests is traced
+    worked_ns: int = 0  # how long it has held a batch; a new worker begins with as much as the one that has most
 
     @property
     def num_tokens(self) -> int:
@@ -116,21 +97,20 @@ class Worker:
 
     @property
     def is_empty_handed(self) -> bool:
-        """Whether it has told that nothing of what it was sent has arrived."""
+        """Whether its beats say that no batch has arrived."""
         since_ns = self.short_since_ns
         return self.held == 0 and since_ns is not None and self.beat_ns - since_ns >= _CROSSING_NS
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Of idle workers the one with the least is next.
+        """The idle worker with the least of this is next: the one that has worked least.
 
-        That is who has worked least, so that all work as long and one that is slower does less, in any load; but for a
-        tenth of a second of work it is the same one, whose caches are warm.
+        So all work for as long, at any load, and a slower one does less.
         """
         return self.worked_ns // _TURN_NS, -self.running_since_ns
 
     def busy_ns(self, now_ns: int) -> int:
-        """How long it will take for what it holds, as predicted."""
+        """How long it will take for the batches that it holds, as predicted."""
         if not self.in_flight:
             return 0
         left_ns = self.running_since_ns - now_ns
@@ -139,69 +119,54 @@ class Worker:
         return max(0, left_ns)
 
     def free_at_ns(self, now_ns: int, begins_in_ns: int, *, late: bool) -> int | None:
-        """From when on another batch may be sent; None while both slots are taken.
+        """When another batch may be sent; None while both slots are taken.
 
-        `late`: not before it must be. `begins_in_ns`: how long until any worker can begin something new; where this one
-        takes longer, its slot stays open as long as that costs it nothing.
+        Args:
+            begins_in_ns: how long until any worker can begin something new. If this one takes longer, its slot is
+                filled late.
+            late: the slot is filled late in any case: the dispatch lead before its step ends.
         """
         if len(self.in_flight) >= _CREDITS:
             return None
         if not self.in_flight:
             return 0
         (running,) = self.in_flight.values()
-        ends_ns = self.running_since_ns + running.predicted_ns
-        if self.busy_ns(now_ns) > begins_in_ns + _HANDOVER_NS:
-            # No share of it, as below: who is early behind a long step waits for as long, and to be a hand-over late
-            # costs it next to nothing.
-            return ends_ns - _HANDOVER_NS
-        return self._opens_ns(running) if late else 0
+        lead_ns = int(self.dispatch_lead_ns)
+        if late or self.busy_ns(now_ns) > begins_in_ns + lead_ns:
+            return self.running_since_ns + running.predicted_ns - lead_ns
+        return 0
 
-    def goes_by_lead(self, now_ns: int, begins_in_ns: int) -> bool:
-        """Whether it is `lead_ns` that keeps the free slot of a worker with one batch open."""
-        (running,) = self.in_flight.values()
-        by_share = _LEAD_SHARE * running.predicted_ns > self.lead_ns
-        return not by_share and self.busy_ns(now_ns) <= begins_in_ns + _HANDOVER_NS
-
-    def _opens_ns(self, running: InFlight) -> int:
-        lead_ns = max(int(self.lead_ns), int(_LEAD_SHARE * running.predicted_ns))
-        return self.running_since_ns + running.predicted_ns - lead_ns
-
-    def is_sent_early(self, now_ns: int) -> bool:
-        """Whether what is sent now goes as soon as there is a slot, only since the step that runs takes no longer than
-        `lead_ns`."""
-        if len(self.in_flight) != 1 or now_ns - self.running_since_ns > _AT_ONCE_NS:
-            return False
-        (running,) = self.in_flight.values()
-        return self._opens_ns(running) <= self.running_since_ns
-
-    def learn_lead(self, batch: InFlight, waited_us: int) -> None:
-        """Send what is kept open sooner if this batch came too late, else a little later."""
-        is_late = waited_us < _AT_REST_US
-        if batch.was_kept_open or (batch.was_sent_early and not is_late):  # else it could have been no sooner
-            lead_ns = self.lead_ns + _LATE_NS * (is_late - _LATE_SHARE)
-            self.lead_ns = min(max(lead_ns, _LEAST_LEAD_NS), _MOST_LEAD_NS)
+    def learn_dispatch_lead(self, batch: InFlight, waited_us: int) -> None:
+        """Lengthen the dispatch lead if this batch came too late, else shorten it a little."""
+        if batch.was_kept_open:  # else it could not have come sooner
+            is_late = waited_us < _AT_REST_US
+            dispatch_lead_ns = self.dispatch_lead_ns + _LATE_NS * (is_late - _LATE_SHARE)
+            self.dispatch_lead_ns = min(max(dispatch_lead_ns, _LEAST_DISPATCH_LEAD_NS), _MOST_DISPATCH_LEAD_NS)
 
 
-class BadResult(Exception):
-    """A worker's result does not fit its batch; the worker cannot be trusted with another."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which worker is given the next batch, and which slots stay open though something waits."""
+
+    worker: Worker | None  # None: no slot may be filled now
+    kept_open: tuple[Worker, ...] = ()  # whose slots stay open until the dispatch lead before their steps' ends
 
 
 class Fleet:
     def __init__(self, epoch: int, latency_target_ms: int = 0) -> None:
-        """`latency_target_ms`: how long a step may take, so far as its sequences can be parted; 0: as workers say."""
+        """`latency_target_ms`: how long a step may take, as far as its sequences can be split; 0: no limit."""
         self._epoch = epoch
         self._latency_target_ms = latency_target_ms
         self._workers: dict[bytes, Worker] = {}
         self._next_batch_id = 1
-        self._is_late = False  # as the last who asked for a free worker had it
 
     def join(self, worker: Worker) -> None:
-        # Who is new has nothing to catch up with; least of all one that dies again and again.
+        # A new worker has nothing to catch up with, least of all one that dies again and again.
         worker.worked_ns = max((other.worked_ns for other in self._workers.values()), default=0)
         self._workers[worker.peer] = worker
 
     def leave(self, peer: bytes) -> list[InFlight]:
-        """Forget a worker. The batches it held: first the one that it was running, then the one that waited."""
+        """Forget a worker; the batches that it held, first the one that ran, then the one that waited."""
         return list(self._workers.pop(peer).in_flight.values())
 
     def get(self, peer: bytes) -> Worker | None:
@@ -214,24 +179,38 @@ class Fleet:
         return list(self._workers.values())
 
     def ready(self, now_ns: int) -> int:
-        """How many workers can be given work, or work already."""
+        """How many workers can be given work, or are working."""
         return sum(now_ns - worker.last_heard_ns < SUSPECT_NS for worker in self._workers.values())
+
+    def refusal(self, hello: Hello) -> Refuse | None:
+        """Why this process is not taken as a worker; None where it is."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return version_refusal(hello.protocol_version)
+        if self.named(hello.name) is not None:
+            return Refuse("duplicate_name", f"a worker named {hello.name} is already here; give each its own --slot")
+        others = self.all()
+        if others and others[0].facts.fingerprint != hello.facts.fingerprint:
+            return Refuse(
+                "model_mismatch",
+                f"{others[0].name} serves {others[0].facts.name} ({others[0].facts.fingerprint}), "
+                f"this worker {hello.facts.name} ({hello.facts.fingerprint}); one fleet serves one model",
+            )
+        return None
 
     @property
     def has_slot(self) -> bool:
-        """Whether any worker holds less than it may."""
+        """Whether any worker has a free slot."""
         return any(len(worker.in_flight) < _CREDITS for worker in self._workers.values())
 
-    def free_worker(self, now_ns: int, *, late: bool) -> Worker | None:
+    def choose_worker(self, now_ns: int, *, late: bool) -> Choice:
         """The worker that would begin soonest, of those with a free slot that may be filled now.
 
-        None also where a worker that has no free slot would begin sooner: it has one as soon as its step ends, and
-        whoever ends first takes what waits. It costs a worker something only where a step ends well before its time,
-        and the next one is not there yet: 0.6 % where times are a third off (2026-11-30, simulated).
+        None also where a worker without a free slot would begin sooner: it has one as soon as its step ends, and
+        whichever ends first takes what waits. That costs a worker something only where a step ends well before its
+        predicted end and the next one is not there yet: 0.6 % where times are a third off (2026-11-30, simulated).
         """
         begins_in_ns = self.begins_in_ns(now_ns)
-        self._is_late = late
-        free = []
+        free, kept_open = [], []
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns >= SUSPECT_NS or worker.rests_until_ns > now_ns:
                 continue
@@ -240,12 +219,18 @@ class Fleet:
                 continue
             if free_at_ns <= now_ns:
                 free.append(worker)
-            elif late and worker.goes_by_lead(now_ns, begins_in_ns):
-                worker.is_kept_open = True
-        return min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
+            else:
+                kept_open.append(worker)
+        chosen = min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
+        return Choice(chosen, tuple(kept_open))
+
+    def keep_open(self, choice: Choice) -> None:
+        """Note which workers' slots the choice leaves open: what fills one later tells of the dispatch lead."""
+        for worker in choice.kept_open:
+            worker.is_kept_open = True
 
     def begins_in_ns(self, now_ns: int) -> int:
-        """How long it takes until a worker can begin something new, as predicted; 0 where none is heard of."""
+        """How long until a worker can begin something new, as predicted; 0 if no worker is ready."""
         begins_in_ns = [
             max(worker.busy_ns(now_ns), worker.rests_until_ns - now_ns)
             for worker in self._workers.values()
@@ -254,7 +239,7 @@ class Fleet:
         return min(begins_in_ns, default=0)
 
     def next_free_ns(self, now_ns: int) -> int | None:
-        """When the first of the workers' slots that are kept open may be filled; None where none is."""
+        """When the first of the slots that are kept open may be filled; None if no slot is."""
         begins_in_ns = self.begins_in_ns(now_ns)
         times_ns = [
             worker.free_at_ns(now_ns, begins_in_ns, late=True)
@@ -265,11 +250,11 @@ class Fleet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that any of the workers has run."""
+        """Tokens of the longest sequence that any worker has run."""
         return max((worker.longest for worker in self._workers.values()), default=0)
 
     def most_tokens(self, worker: Worker) -> int:
-        """Of a step of this worker."""
+        """The most tokens of a step of this worker."""
         most = worker.facts.max_batch_tokens
         if worker.fitting_tokens is not None:
             most = min(most, worker.fitting_tokens)
@@ -278,16 +263,16 @@ class Fleet:
         return worker.step_time.budget(self._latency_target_ms, TYPICAL_LENGTH, most)
 
     def step_ms(self, worker: Worker, num_tokens: int) -> float | None:
-        """Milliseconds that a step of this worker will take, going by another one where it has done none yet."""
+        """Milliseconds that a step of this worker will take; by another worker's steps if it has done none yet."""
         known = (other.step_time.predict_ms(num_tokens, TYPICAL_LENGTH) for other in (worker, *self._workers.values()))
         return next((ms for ms in known if ms is not None), None)
 
     def wait_ms(self, num_tokens: int, now_ns: int) -> float | None:
-        """Milliseconds that the ready workers together take for so many queued tokens; None where nothing is known.
+        """Milliseconds that the ready workers together take for this many queued tokens; None if nothing is known.
 
         A worker that has done nothing yet counts as the mean of the others.
         """
-        rates: list[float] = []  # in all of these tokens a millisecond
+        rates: list[float] = []  # how much of all these tokens each worker does in a millisecond
         num_unknown = 0
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns < SUSPECT_NS:
@@ -298,39 +283,20 @@ class Fleet:
                     rates.append(1 / ms if ms else math.inf)
         return len(rates) / sum(rates) / (len(rates) + num_unknown) if rates else None
 
-    def assign(self, worker: Worker, parts: list[Part], now_ns: int) -> Batch:
-        """Pack parts into a batch and note that this worker holds it."""
+    def assign(self, choice: Choice, parts: list[Part], now_ns: int) -> Batch:
+        """Pack parts into a batch and note that the chosen worker holds it."""
+        worker = choice.worker
+        assert worker is not None, "there is no worker to assign a batch to: this is a bug"
         batch_id = self._next_batch_id
         self._next_batch_id += 1
-        requests = [part.pending.request for part in parts]
-        counts = [part.num_sequences for part in parts]
-        encodings = [ENCODINGS[request.encoding] for request in requests]
-        span_counts, spans = _spans(parts)
-        token_ids = [
-            request.token_ids[part.pending.offsets[part.start] : part.pending.offsets[part.stop]]
-            for part, request in zip(parts, requests, strict=True)
-        ]
-        batch = Batch(
-            epoch=self._epoch,
-            batch_id=batch_id,
-            token_ids=np.concatenate(token_ids),
-            lengths=np.concatenate([r.lengths[p.start : p.stop] for p, r in zip(parts, requests, strict=True)]),
-            dimensions=np.repeat(np.array([r.dimensions for r in requests], dtype=np.int32), counts),
-            normalize=np.repeat(np.array([r.normalize for r in requests], dtype=np.uint8), counts),
-            encodings=np.repeat(np.array(encodings, dtype=np.uint8), counts),
-            type_starts=_type_starts(parts),
-            span_counts=span_counts,
-            spans=spans,
-            times_ns=np.array([now_ns]) if [r for r in requests if len(r.times_ns)] else NO_TIMES,
-        )
-        was_kept_open, was_sent_early = worker.is_kept_open, self._is_late and worker.is_sent_early(now_ns)
-        worker.is_kept_open = False
+        batch = pack(parts, epoch=self._epoch, batch_id=batch_id, now_ns=now_ns)
+        was_kept_open, worker.is_kept_open = worker.is_kept_open, False
         if not worker.in_flight:
             was_kept_open = False  # its step ended before its time
             worker.running_since_ns = now_ns
         longest = int(batch.lengths.max())
         predicted_ms = worker.step_time.predict_ms(len(batch.token_ids), longest)
-        # What is lost before it is found out by the results of what is sent after it; so a beat counts from here on.
+        # An earlier lost batch is detected by the next result, so restart the missing-batch clock here.
         worker.short_since_ns = None
         worker.in_flight[batch_id] = InFlight(
             batch_id=batch_id,
@@ -338,16 +304,17 @@ class Fleet:
             num_tokens=len(batch.token_ids),
             longest=longest,
             num_rows=batch.num_rows,
-            row_bytes=None if parts[0].pending.sparse else row_bytes(min(encodings), worker.facts.dimensions),
+            row_bytes=None
+            if parts[0].pending.sparse
+            else row_bytes(int(batch.encodings.min()), worker.facts.dimensions),
             sent_ns=now_ns,
             predicted_ns=int((predicted_ms or 0) * 1e6),
             was_kept_open=was_kept_open,
-            was_sent_early=was_sent_early,
         )
         return batch
 
     def release(self, worker: Worker, batch_id: int, now_ns: int) -> InFlight | None:
-        """Take a finished batch out of a worker's hands; None if it was not there (a past incarnation's)."""
+        """Take a finished batch from a worker; None if it did not hold it (the result is an earlier worker's)."""
         batch = worker.in_flight.pop(batch_id, None)
         if batch is not None:
             worker.num_missing = 0
@@ -356,16 +323,16 @@ class Fleet:
         return batch
 
     def note_pieces(self, worker: Worker, pieces: npt.NDArray[np.int32], now_ns: int) -> None:
-        """A batch had to run in pieces of so many tokens: give this worker smaller ones for a while."""
+        """A batch had to run in pieces, of this many tokens each: give this worker smaller ones for a minute."""
         worker.fitting_tokens = int(pieces.max())
         worker.memory_back_ns = now_ns + _SHORT_OF_MEMORY_NS
 
     def rest(self, worker: Worker, now_ns: int) -> None:
-        """Give a worker nothing for a moment which fails where others do not: free at once, it would get all."""
+        """Give nothing for a second to a worker that fails where others do not: always free, it would get all work."""
         worker.rests_until_ns = now_ns + _REST_NS
 
     def recover(self, now_ns: int) -> list[Worker]:
-        """Take memory not to be short any more where it has not been for long enough; at which workers."""
+        """Lift the limit of workers whose memory has not been short for a minute; these workers."""
         recovered = [
             worker
             for worker in self._workers.values()
@@ -376,9 +343,10 @@ class Fleet:
         return recovered
 
     def on_beat(self, worker: Worker, beat: Beat, now_ns: int) -> None:
-        """A beat may cross a batch on its way; where they go on missing one, it never arrived.
+        """Note how many batches a worker says that it holds.
 
-        Nor has anything at a worker that still speaks of another scheduler's epoch: it takes nothing of this one's.
+        A beat may cross a batch on its way; if beats go on missing it, it never arrived. A worker that still speaks of
+        another scheduler's epoch takes nothing of this one's.
         """
         worker.held = beat.num_held if beat.epoch == self._epoch else 0
         worker.beat_ns = now_ns
@@ -388,9 +356,9 @@ class Fleet:
             worker.short_since_ns = now_ns
 
     def take_overtaken(self, worker: Worker, batch_id: int) -> list[InFlight]:
-        """Take back what this worker was sent before the batch whose result has come: it never arrived.
+        """Take back the batches that were sent before the one whose result has come: they never arrived.
 
-        A worker gives results in the order in which it was sent the batches.
+        A worker gives its results in the order of its batches.
         """
         if batch_id not in worker.in_flight:
             return []
@@ -398,9 +366,9 @@ class Fleet:
         return [worker.in_flight.pop(known) for known in older]
 
     def take_missing(self, now_ns: int) -> list[tuple[Worker, list[InFlight]]]:
-        """Take back what workers were sent and have told for long enough that they hold none of.
+        """Take back the batches of workers whose beats have said for 2 seconds that they hold none.
 
-        While one holds some of it, that ends first, and its result says more.
+        While a worker holds one of two, that one ends first, and its result says more.
         """
         missing = []
         for worker in self._workers.values():
@@ -413,7 +381,7 @@ class Fleet:
         return missing
 
     def lost(self, now_ns: int) -> list[tuple[Worker, str]]:
-        """The workers that count as lost now, each with why: silent, desynchronized or overdue."""
+        """The workers that count as lost now, each with the reason: silent, desynchronized or overdue."""
         verdicts = []
         for worker in self._workers.values():
             if now_ns - worker.last_heard_ns >= LOST_NS:
@@ -428,10 +396,10 @@ class Fleet:
         return verdicts
 
     def forgive(self, lag_ns: int, now_ns: int) -> None:
-        """The scheduler itself stood still for so long: nobody is to blame for that silence.
+        """The scheduler itself stood still for this long: no worker is to blame for that silence.
 
-        Nor for what came meanwhile and was lost with a connection that the transport has given up: after long, who
-        seems to have been silent before gets the time in which he is heard again.
+        After a long standstill the transport may have given up a connection, with the messages that came meanwhile. So
+        a worker that seems to have been silent before gets time to be heard again.
         """
         for worker in self._workers.values():
             heard_ns = worker.last_heard_ns + lag_ns
@@ -441,77 +409,3 @@ class Fleet:
             worker.running_since_ns = min(worker.running_since_ns + lag_ns, now_ns)
             if worker.short_since_ns is not None:
                 worker.short_since_ns = min(worker.short_since_ns + lag_ns, now_ns)
-
-
-def with_loss(part: Part) -> Part:
-    return replace(part, losses=part.losses + 1)
-
-
-def check_result(batch: InFlight, result: Result) -> None:
-    """Raises BadResult unless the result has as many rows as the batch asks for, as wide as they must be, and pieces
-    that make up the batch, if any."""
-    num_rows, num_bytes = result.rows.shape
-    if num_rows != batch.num_rows or (batch.row_bytes is not None and num_bytes != batch.row_bytes):
-        raise BadResult(f"rows {result.rows.shape} where the batch needs {batch.num_rows, batch.row_bytes}")
-    if len(result.nonfinite) and not 0 <= int(result.nonfinite.min()) <= int(result.nonfinite.max()) < num_rows:
-        raise BadResult("a row that the batch does not have is named as not finite")
-    if len(result.pieces) and (int(result.pieces.min()) < 1 or int(result.pieces.sum()) != batch.num_tokens):
-        raise BadResult("pieces that do not make up the batch")
-    if batch.row_bytes is None:
-        # What is not finite holds no answer, so it may say anything.
-        answers = np.delete(result.rows, result.nonfinite, axis=0) if len(result.nonfinite) else result.rows
-        try:
-            sparse_bytes(answers)
-        except ProtocolError as error:
-            raise BadResult(str(error)) from None
-
-
-def without(batch: InFlight, position: int) -> tuple[list[Part], Part]:
-    """A batch without its sequence at this position, and that sequence.
-
-    Raises:
-        BadResult: it has no such sequence.
-    """
-    others: list[Part] = []
-    found: Part | None = None
-    for part in batch.parts:
-        sequence = part.start + position
-        if found is None and position < part.num_sequences:
-            found = replace(part, start=sequence, stop=sequence + 1)
-            others += [replace(part, stop=sequence)] if sequence > part.start else []
-            others += [replace(part, start=sequence + 1)] if sequence + 1 < part.stop else []
-        else:
-            others.append(part)
-        position -= part.num_sequences
-    if found is None:
-        raise BadResult("a sequence that the batch does not have is named as too large")
-    return others, found
-
-
-def _type_starts(parts: list[Part]) -> npt.NDArray[np.int32]:
-    """A batch's `type_starts`: empty where no request has any, else of every sequence."""
-    if not any(len(part.pending.request.type_starts) for part in parts):
-        return NO_NUMBERS
-    type_starts = []
-    for part in parts:
-        request = part.pending.request
-        known = request.type_starts if len(request.type_starts) else request.lengths
-        type_starts.append(known[part.start : part.stop])
-    return np.concatenate(type_starts)
-
-
-def _spans(parts: list[Part]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """A batch's `span_counts` and `spans`: empty where no request has any, else of every sequence."""
-    if all(part.pending.row_offsets is None for part in parts):
-        return NO_NUMBERS, NO_SPANS
-    counts, spans = [], []
-    for part in parts:
-        pending, request = part.pending, part.pending.request
-        if pending.row_offsets is None:
-            lengths = request.lengths[part.start : part.stop]
-            counts.append(np.ones_like(lengths))
-            spans.append(np.stack([np.zeros_like(lengths), lengths], axis=1))
-        else:
-            counts.append(request.span_counts[part.start : part.stop])
-            spans.append(request.spans[pending.first_row(part.start) : pending.first_row(part.stop)])
-    return np.concatenate(counts), np.concatenate(spans)

@@ -1,23 +1,22 @@
-"""Of which inputs workers died, so that none costs more than three of them, however often it is sent. Pure: time is an
-argument.
+"""The inputs of which workers died, so that none costs more than three workers, however often it is sent.
 
 An input that was running, alone by then, when a third worker died is in quarantine (`batching.py` has the steps that
-lead there): for an hour it is refused unrun, and so are its copies that wait. After that it gets another chance, since
-drivers and models are mended. One of which fewer have died is a suspect for ten minutes, or until it was answered:
-wherever it comes from, it goes on at the step that it had reached. Else a client that gives up sooner than a worker
-starts again, and tries again, would find it innocent each time.
+lead there). For an hour it is refused without running, and so are its copies that wait; then it gets another chance,
+since drivers and models are mended. An input of which fewer workers have died is a suspect for ten minutes, or until it
+was answered. It goes on at the step that it had reached, whichever client sends it. Otherwise a client that gives up
+before a worker has restarted, and tries again, would find it innocent each time.
 
-What is remembered is a keyed hash of what the device sees of a sequence: the model, the token ids and where the tokens
-of type 1 begin. Which spans of it are pooled, and how its rows are written, is not in it: whoever asks for the same
-text in another way would otherwise pay three workers for each way. The key is one that nobody outside knows, so that
-nobody can make a harmless input that is taken for a deadly one, and what is kept says nothing of what was sent.
+The store keeps a keyed hash of what the device sees of a sequence: the model, the token ids and where the tokens of
+type 1 begin. The spans that are pooled and the format of the rows are not in it: each way to ask for the same text
+would otherwise cost three workers. The key is secret, so no client can make a harmless input that is taken for a deadly
+one, and the store says nothing of the texts. Pure: time is an argument.
 
-It dies with the scheduler. Handed to the gateways it would outlive that, for a message kind, a second place that has to
-forget, and hashing in each of them; but a scheduler's death is rare, an input that kills is rarer, and both together
-cost what the input cost the first time. Its refusals are as cheap as any other that the scheduler makes.
+The store dies with the scheduler. Rejected: a copy in the gateways, which needs a message kind, a second place that has
+to forget, and hashing in each of them. A scheduler's death is rare, an input that kills is rarer, and both together
+cost what the input cost the first time.
 
-An empty store, as it is but for a moment after a death, is not asked. Else the length of each sequence is looked up
-first (50 ns), and only where an input of this very length is remembered is the sequence hashed: 2 µs of the 42 that the
+An empty store is not asked, and it is empty but for a while after a death. Otherwise the length of each sequence is
+looked up first (50 ns). A sequence is hashed only if an input of this length is remembered: 2 µs of the 42 that the
 scheduler has for one (2026-11-30, 2-core VM).
 """
 
@@ -43,7 +42,7 @@ class _Input:
 
 @dataclass(slots=True)
 class _Store:
-    """Inputs by digest, the oldest first, which makes room where there is none."""
+    """Inputs by digest, the oldest first. When the store is full, the oldest is dropped."""
 
     max_inputs: int
     max_age_ns: int
@@ -74,8 +73,8 @@ class Quarantine:
         """`key`: of at most 64 bytes, secret, another one at every start."""
         self._key = key
         self._lengths: Counter[int] = Counter()
-        # Three workers die before an input is in quarantine, which takes seconds: a thousand are most of an hour of
-        # nothing but deaths. Suspects are all that ran when one died.
+        # Three workers die before an input is in quarantine, which takes seconds: 1,000 inputs are most of an hour of
+        # nothing but deaths. Suspects are all sequences that ran when a worker died.
         self._deadly = _Store(1000, 3_600_000_000_000, self._lengths)
         self._suspects = _Store(4096, 600_000_000_000, self._lengths)
 
@@ -96,12 +95,12 @@ class Quarantine:
                 self._suspects.add(digest, num_tokens, losses, now_ns)
 
     def acquit(self, part: Part) -> None:
-        """These sequences have run, and nobody died."""
+        """These sequences have run, and no worker died."""
         for sequence in range(part.start, part.stop):
             self._suspects.remove(self._digest(part, sequence))
 
-    def parted(self, part: Part, now_ns: int) -> list[Part]:
-        """A part by what is known of its sequences: one for each run of those that as many workers have died of."""
+    def split_by_suspicion(self, part: Part, now_ns: int) -> list[Part]:
+        """A part as one part for each run of sequences of which as many workers have died."""
         self._deadly.expire(now_ns)
         self._suspects.expire(now_ns)
         known = dict(self._known(part))
@@ -114,7 +113,7 @@ class Quarantine:
         return parts
 
     def _known(self, part: Part) -> Iterator[tuple[int, int]]:
-        """Those of its sequences that are remembered, and of each how many workers have died of it."""
+        """The sequences of a part that are remembered, each with how many workers have died of it."""
         offsets = part.pending.offsets
         for sequence in range(part.start, part.stop):
             if offsets[sequence + 1] - offsets[sequence] in self._lengths:

@@ -1,6 +1,6 @@
 """The three state machines in bad weather: real cores, a simulated network, clock and processes, all from one seed.
 
-What runs is what production runs: `gateway.client.Ledger`, `scheduler.state.Scheduler`, `worker.process.state.Worker`.
+What runs is what production runs: `gateway.ledger.Ledger`, `scheduler.state.Scheduler`, `worker.process.state.Worker`.
 Around each stands what its loop does (socket, timers, pidfds, signals), in a few lines that follow gateway/client.py,
 scheduler/server.py and worker/process/server.py; the device is an oracle whose every row is known.
 
@@ -58,10 +58,11 @@ from common.wire.messages import Batch, BatchFailed, Goodbye, Hello, Join, Refus
 from common.wire.rows import ENCODINGS
 from gateway.ledger import Ledger
 from gateway.open_request import OpenRequest, Options
+from scheduler.actions import Action, Kill, ToGateway
 from scheduler.batching import MAX_LOSSES, Part
 from scheduler.fleet import SUSPECT_NS
 from scheduler.server import _LEAST_SLEEP_NS
-from scheduler.state import Action, Kill, Scheduler, ToGateway
+from scheduler.state import Scheduler
 from tests.fakes import DIMENSIONS, FACTS, oracle_result, oracle_row
 from worker.process.state import Worker
 
@@ -988,17 +989,17 @@ class World:
             for batch in worker.in_flight.values():
                 for part in batch.parts:
                     places.setdefault(id(part.pending), []).append((part.start, part.stop))
-        held_back = [part for accused in core._accused.values() for part in accused.parts]
+        held_back = [part for loss in core._losses.pending_losses.values() for part in loss.parts]
         for part in (*waiting, *held_back):
             places.setdefault(id(part.pending), []).append((part.start, part.stop))
-        for gateway in core._gateways.values():
+        for gateway in core._accounts.all():
             for pending in gateway.requests.values():
                 spans = sorted(places.get(id(pending), []))
                 if any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans)):
                     raise Violation(f"a sequence of request {pending.request.request_id} runs twice: {spans}")
                 if sum(stop - start for start, stop in spans) != pending.unanswered:
                     raise Violation(f"sequences of request {pending.request.request_id} are lost: {spans}")
-        if len({(gateway.name, gateway.pid) for gateway in core._gateways.values()}) < len(core._gateways):
+        if len({(gateway.name, gateway.pid) for gateway in core._accounts.all()}) < len(core._accounts.all()):
             raise Violation("a gateway is there twice")
         if any(not part.pending.settled for part in waiting):
             for worker in core._fleet.all():
@@ -1013,7 +1014,7 @@ class World:
         for gateway in self.gateways.values():
             if not gateway.alive or gateway.stopped or gateway.open:
                 return f"{gateway} has {len(gateway.open)} requests"
-            if gateway.dealer.peer not in core._gateways:
+            if gateway.dealer.peer not in core._accounts:
                 return f"{gateway} is not joined"
             if (readiness := gateway.ledger.readiness(self.now_ns)).status != "ready":
                 return f"{gateway} is {readiness.status}: {readiness.reason}"
@@ -1022,9 +1023,9 @@ class World:
                 return f"{worker} is not idle"
             if worker.dealer is None or core._fleet.get(worker.dealer.peer) is None:
                 return f"{worker} is not joined"
-        if len(core._queue) or core._accused or any(worker.in_flight for worker in core._fleet.all()):
+        if len(core._queue) or core._losses.pending_losses or any(worker.in_flight for worker in core._fleet.all()):
             return "work waits, is held back or runs"
-        if len(core._fleet.all()) > len(self.workers) or len(core._gateways) > len(self.gateways):
+        if len(core._fleet.all()) > len(self.workers) or len(core._accounts.all()) > len(self.gateways):
             return "somebody who is gone is not forgotten"
         if core._fleet.ready(self.now_ns) < self.plan.num_workers:
             return "a worker is not ready"
@@ -1036,13 +1037,13 @@ class World:
         held = {
             "requests without an end": sum(sent.end is None for sent in self.sent),
             "pieces in ledgers": sum(gateway.ledger.num_pieces for gateway in self.gateways.values()),
-            "requests in the scheduler": sum(len(gateway.requests) for gateway in core._gateways.values()),
+            "requests in the scheduler": sum(len(gateway.requests) for gateway in core._accounts.all()),
             "parts in the queue": len(core._queue),
-            "parts held back": len(core._accused),
+            "parts held back": len(core._losses.pending_losses),
             "batches in the fleet": sum(len(worker.in_flight) for worker in core._fleet.all()),
             "batches in workers": sum(worker.core.num_held for worker in self.workers.values()),
             "strangers in the fleet": len(core._fleet.all()) - len(self.workers),
-            "strange gateways": len(core._gateways) - len(self.gateways),
+            "strange gateways": len(core._accounts.all()) - len(self.gateways),
         }
         if any(held.values()):
             raise Violation(f"at rest there are {', '.join(f'{n} {what}' for what, n in held.items() if n)}")

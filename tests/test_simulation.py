@@ -15,8 +15,11 @@ from common.metrics import Metrics
 from common.wire.codec import Message
 from common.wire.messages import Beat
 from gateway.ledger import Ledger
-from scheduler.batching import BatchQueue, Part, Pending
-from scheduler.state import Action, Kill, Scheduler
+from scheduler.actions import Action, Kill
+from scheduler.batching import Part
+from scheduler.losses import Losses
+from scheduler.quarantine import Quarantine
+from scheduler.state import Scheduler
 from tests.simulation import LONG, MS, SECOND, SHORT, Cores, Plan, World, play
 
 
@@ -77,25 +80,27 @@ async def test_connections_that_break_again_and_again_put_no_input_in_quarantine
 # --- planted bugs ---
 
 
+class RetriesSuspectsOnly(Losses):
+    def retry(self, part: Part, now_ns: int) -> None:
+        if part.losses:
+            super().retry(part, now_ns)
+
+
 class ForgetsWhatWaited(Scheduler):
     """Of what a lost worker held, only what was running runs again."""
 
-    def _retry(self, part: Part, error: Exception) -> None:
-        if part.losses:
-            super()._retry(part, error)  # type: ignore[arg-type]
-
-
-class QueueWithoutDeadlines(BatchQueue):
-    def expired(self, now_ns: int) -> list[Pending]:
-        return []
+    def __init__(self, **arguments: object) -> None:
+        super().__init__(**arguments)  # type: ignore[arg-type]
+        self._losses = RetriesSuspectsOnly(
+            Quarantine(b""), self._queue, self._fleet, self._accounts, self._pulse, self._outbox, self._metrics
+        )
 
 
 class RunsWhatIsLate(Scheduler):
     """Deadlines are looked at when a request comes, and not again."""
 
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)  # type: ignore[arg-type]
-        self._queue = QueueWithoutDeadlines()
+    def _expire(self, begin_ns: int) -> None:
+        pass
 
 
 class KeepsItsEpoch(Scheduler):

@@ -97,7 +97,7 @@ async def test_a_device_short_of_memory_gets_smaller_batches_and_what_fits_nowhe
             assert (refused.status, refused.error["code"]) == (413, "input_too_large_for_device")
             assert refused.headers["x-should-retry"] == "false"
             memory.num_tokens = None
-            if running.soak:  # it takes a minute, which tests/scheduler/test_core.py has go by on a clock of its own
+            if running.soak:  # it takes a minute, which tests/scheduler/test_fleet.py has go by on a clock of its own
                 async with asyncio.timeout(75):
                     while is_short_of_memory(suite):
                         await asyncio.sleep(0.25)

@@ -9,7 +9,7 @@ import pytest
 from common.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 from common.wire.messages import Request
 from scheduler.admission import RECOVERY_NS, Admission
-from tests.scheduler.test_core import make_request
+from tests.scheduler.rig import make_request
 
 SECOND = 1_000_000_000
 

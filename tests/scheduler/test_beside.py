@@ -24,10 +24,11 @@ from common.wire.codec import Message
 from common.wire.messages import NO_NUMBERS, PROTOCOL_VERSION, Batch, Beat, Failure, Hello, Join, Reply, Result
 from common.wire.packing import Replies
 from common.wire.rows import row_bytes
+from scheduler.actions import Action, ToWorker
 from scheduler.server import _LEAST_SLEEP_NS
-from scheduler.state import Action, Scheduler, ToWorker
+from scheduler.state import Scheduler
 from tests.fakes import DIMENSIONS, FACTS
-from tests.scheduler.test_core import EPOCH, MS, SECOND, make_request
+from tests.scheduler.rig import EPOCH, MS, SECOND, make_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

@@ -17,7 +17,7 @@ from common.metrics import Metrics
 from common.wire.messages import Batch, Failure, Reply, Request
 from common.wire.rows import ENCODINGS
 from tests.fakes import DIMENSIONS, oracle_row
-from tests.scheduler.test_core import Rig, make_request
+from tests.scheduler.rig import Rig, make_request
 
 NUM_BATCHES = 5000
 

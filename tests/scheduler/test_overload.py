@@ -20,9 +20,10 @@ from common.metrics import Metrics
 from common.wire.messages import PROTOCOL_VERSION, Batch, Beat, Failure, Hello, Join, Reply, Result
 from common.wire.packing import Replies
 from common.wire.rows import row_bytes
-from scheduler.state import Action, Scheduler, ToWorker
+from scheduler.actions import Action, ToWorker
+from scheduler.state import Scheduler
 from tests.fakes import DIMENSIONS, FACTS
-from tests.scheduler.test_core import EPOCH, MS, SECOND, make_request
+from tests.scheduler.rig import EPOCH, MS, SECOND, make_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

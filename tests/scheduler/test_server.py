@@ -39,10 +39,11 @@ from common.wire.messages import (
 )
 from common.wire.packing import Replies, Requests
 from common.wire.transport import Dealer, now_ns
-from scheduler.server import Server, _Timer
-from scheduler.state import ToWorker
+from scheduler.actions import ToWorker
+from scheduler.server import Server
+from scheduler.sides import Timer
 from tests.fakes import FACTS, FakeWorker, RunningScheduler, oracle_result, oracle_vector
-from tests.scheduler.test_core import make_request
+from tests.scheduler.rig import make_request
 from tests.timing import assert_in_time
 
 StartWorker = Callable[..., FakeWorker]
@@ -150,7 +151,7 @@ def test_a_worker_that_took_its_leave_is_not_lost_where_a_message_to_it_fails_be
     reply = gateway.wait_for(Reply)
     assert isinstance(reply, Reply)
     assert reply.request_id == 7
-    assert server._core.on_worker_lost(peer, "exited", now_ns()) == []
+    assert server._scheduler.on_worker_lost(peer, "exited", now_ns()) == []
     assert metrics.worker_losses.labels("disconnected")._value.get() == losses
     server.close()
     gateway.close()
@@ -436,7 +437,7 @@ def test_a_second_scheduler_of_a_run_folder_exits_with_75_and_the_first_goes_on(
 
 
 def test_the_timer_wakes_a_poll_within_a_fraction_of_a_millisecond_and_not_before() -> None:
-    timer = _Timer()
+    timer = Timer()
     poller = zmq.Poller()
     poller.register(timer.fd, zmq.POLLIN)
     late_ns = []

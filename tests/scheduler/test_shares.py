@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.metrics import Metrics
-from tests.scheduler.test_core import SECOND
+from tests.scheduler.rig import SECOND
 from tests.scheduler.test_overload import Asked, Simulation
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]

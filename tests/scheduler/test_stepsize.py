@@ -9,7 +9,7 @@ import pytest
 from scheduler.batching import Part, Pending
 from scheduler.stepsize import Sizes, StepSizes
 from scheduler.steptime import StepTime
-from tests.scheduler.test_core import make_request
+from tests.scheduler.rig import make_request
 
 MOST = 512
 

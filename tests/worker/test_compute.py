@@ -20,7 +20,7 @@ from common.metrics import Metrics
 from common.wire.messages import Batch, BatchFailed, ModelFacts, Result, StepTimes
 from tests.fakes import FACTS, RunningScheduler
 from tests.models import make_batch
-from tests.scheduler.test_core import make_request
+from tests.scheduler.rig import make_request
 from tests.scheduler.test_server import Gateway
 from tests.timing import assert_in_time
 from worker.batch.lazy import DeviceLost, Progress, Rows
