@@ -16,7 +16,7 @@ from tests.models import bert_config, bert_tensors, make_batch, qwen3_config, qw
 from tests.reference import BertReference, unit
 from tests.worker.conftest import make_engine
 from worker.attention import Attention
-from worker.batch.ragged import RaggedBatch
+from worker.batch.ragged import Mask, RaggedBatch
 from worker.checkpoint.files import ModelError
 from worker.engine.engine import Engine
 from worker.engine.precompile import Precompilation
@@ -288,21 +288,13 @@ def test_two_engines_on_one_thread_keep_to_their_own_streams(engine: Engine, tmp
     np.testing.assert_array_equal(embed(engine, batch), expected)
 
 
-class Blind:
+class Blind(Attention):
     """Attention that sees nothing."""
 
     name = "blind"
-    needs_max_seqlen = False
-    prepares = False
-
-    def at(self, tokens: int, sequences: int) -> Blind:
-        return self
-
-    def prepare(self, cu_seqlens: npt.NDArray[np.int32]) -> None:
-        pass
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, **options: object
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: RaggedBatch, mask: Mask
     ) -> torch.Tensor:
         return torch.zeros_like(query, memory_format=torch.contiguous_format)
 
