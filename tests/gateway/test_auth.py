@@ -439,8 +439,8 @@ def test_a_file_that_only_its_owner_may_read_is_taken(write: Callable[..., str])
         ("canar\u00ff", "printable ASCII"),
         ("canary\x00", "printable ASCII"),
         ("\ufeffcanary", "printable ASCII"),
-        ("sesame", "that of line 1"),
-        ("canary name=first", "that of line 1"),
+        ("sesame", "also on line 1"),
+        ("canary name=first", "also on line 1"),
     ],
 )
 def test_a_line_that_is_not_understood_is_named_and_not_quoted(
