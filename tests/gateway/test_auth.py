@@ -15,9 +15,9 @@ import pytest
 from common.errors import NonfiniteOutput, Overloaded
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
+from gateway.client import Embedded, Options
 from gateway.edge import auth
 from gateway.edge.auth import Key, KeyCheck, KeysRefused, known_keys
-from gateway.open_request import Embedded, Options
 from tests.gateway.conftest import Running, Serve, Stub
 from tests.gateway.wire import Wire, ask, embed
 
@@ -439,8 +439,8 @@ def test_a_file_that_only_its_owner_may_read_is_taken(write: Callable[..., str])
         ("canar\u00ff", "printable ASCII"),
         ("canary\x00", "printable ASCII"),
         ("\ufeffcanary", "printable ASCII"),
-        ("sesame", "this key is also on line 1"),
-        ("canary name=first", "this key is also on line 1"),
+        ("sesame", "also on line 1"),
+        ("canary name=first", "also on line 1"),
     ],
 )
 def test_a_line_that_is_not_understood_is_named_and_not_quoted(
