@@ -44,7 +44,6 @@ _HANDOVER_NS = 1_000_000
 _FIRST_DISPATCH_LEAD_NS, _LEAST_DISPATCH_LEAD_NS, _MOST_DISPATCH_LEAD_NS = 1_600_000, 500_000, 3_000_000
 _LATE_SHARE, _LATE_NS = 0.05, 100_000
 _AT_REST_US = 300  # a batch waits for so long in a worker at rest, or until the end of a step was noticed
-_AT_ONCE_NS = 200_000  # so soon after a step's end as soon as could be
 
 # If beats tell of fewer batches than were sent for this long, these batches never arrived. It is the clock that counts,
 # not the number of beats: after a standstill of the scheduler the beats of seconds come at once, and all are old.
@@ -139,27 +138,16 @@ class Worker:
         ends_ns = self.running_since_ns + running.predicted_ns
         if self.busy_ns(now_ns) > begins_in_ns + _HANDOVER_NS:
             return ends_ns - _HANDOVER_NS
-        return self._opens_ns(running) if late else 0
+        return ends_ns - int(self.dispatch_lead_ns) if late else 0
 
     def is_held_by_dispatch_lead(self, now_ns: int, begins_in_ns: int) -> bool:
         """Whether it is the dispatch lead that keeps the free slot of a worker with one batch open."""
         return self.busy_ns(now_ns) <= begins_in_ns + _HANDOVER_NS
 
-    def _opens_ns(self, running: InFlight) -> int:
-        return self.running_since_ns + running.predicted_ns - int(self.dispatch_lead_ns)
-
-    def is_sent_early(self, now_ns: int) -> bool:
-        """Whether what is sent now goes as soon as there is a slot, only since the step that runs takes no longer than
-        `dispatch_lead_ns`."""
-        if len(self.in_flight) != 1 or now_ns - self.running_since_ns > _AT_ONCE_NS:
-            return False
-        (running,) = self.in_flight.values()
-        return self._opens_ns(running) <= self.running_since_ns
-
     def learn_dispatch_lead(self, batch: InFlight, waited_us: int) -> None:
-        """Send what is kept open sooner if this batch came too late, else a little later."""
-        is_late = waited_us < _AT_REST_US
-        if batch.was_kept_open or (batch.was_sent_early and not is_late):  # else it could have been no sooner
+        """Lengthen the dispatch lead if this batch came too late, else shorten it a little."""
+        if batch.was_kept_open:  # else it could not have come sooner
+            is_late = waited_us < _AT_REST_US
             dispatch_lead_ns = self.dispatch_lead_ns + _LATE_NS * (is_late - _LATE_SHARE)
             self.dispatch_lead_ns = min(max(dispatch_lead_ns, _LEAST_DISPATCH_LEAD_NS), _MOST_DISPATCH_LEAD_NS)
 
@@ -170,7 +158,6 @@ class Choice:
 
     worker: Worker | None  # None: no slot may be filled now
     kept_open: tuple[Worker, ...] = ()  # whose slots the dispatch lead alone keeps open
-    early: bool = False  # a new batch goes at once, since the step that runs takes no longer than the dispatch lead
 
 
 class Fleet:
@@ -243,8 +230,7 @@ class Fleet:
             elif late and worker.is_held_by_dispatch_lead(now_ns, begins_in_ns):
                 kept_open.append(worker)
         chosen = min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
-        early = late and chosen is not None and chosen.is_sent_early(now_ns)
-        return Choice(chosen, tuple(kept_open), early)
+        return Choice(chosen, tuple(kept_open))
 
     def keep_open(self, choice: Choice) -> None:
         """Note which workers' slots the choice leaves open: what fills one later tells of the dispatch lead."""
@@ -332,7 +318,6 @@ class Fleet:
             sent_ns=now_ns,
             predicted_ns=int((predicted_ms or 0) * 1e6),
             was_kept_open=was_kept_open,
-            was_sent_early=choice.early,
         )
         return batch
 

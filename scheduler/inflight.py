@@ -26,7 +26,6 @@ class InFlight:
     sent_ns: int
     predicted_ns: int  # 0 where nothing is known
     was_kept_open: bool  # its slot stayed open until the dispatch lead before the end of the step that ran
-    was_sent_early: bool  # that step takes no longer than the dispatch lead, so it was sent as soon as there was a slot
 
 
 class BadResult(Exception):

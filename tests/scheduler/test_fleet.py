@@ -223,21 +223,6 @@ def test_of_what_could_have_been_sent_no_sooner_nothing_is_learned(fleet: Fleet)
     assert lead_ms(worker, fleet) > before
 
 
-def test_what_is_sent_a_whole_step_early_is_sent_later_again_where_it_waits(fleet: Fleet) -> None:
-    worker = Worker(b"only", "only", 1, FACTS, NOW_NS)
-    for _ in range(5):
-        worker.step_time.observe(16, 4, 1_500)  # a step of 1.5 ms: there is a slot from its beginning on
-    fleet.join(worker)
-    give(fleet, worker, 16)
-    run_late(fleet, worker, waited_us=0)
-    assert worker.dispatch_lead_ns == 1_600_000  # no sooner than at once
-    run_late(fleet, worker, waited_us=900)
-    assert worker.dispatch_lead_ns == 1_595_000
-    for _ in range(100):
-        run_late(fleet, worker, waited_us=900)
-    assert worker.dispatch_lead_ns < 1_500_000
-
-
 def test_to_ask_which_worker_is_next_changes_nothing(fleet: Fleet) -> None:
     worker = join(fleet, "only", 16)
     first = fleet.choose_worker(NOW_NS, late=True)
