@@ -1,9 +1,9 @@
 """The workers: what each holds, when one begins something new, and when one counts as lost. Pure: time is an argument.
 
 A worker holds at most two batches, one running and one waiting, so that it never idles while a result travels. That
-credit is the flow control, not a socket's high-water mark. The second batch may be sent late: the dispatch lead before
-the predicted end of the first, so that a request that arrives meanwhile still joins it. It is also sent late while a
-worker that holds two batches will be through both sooner than this one with its first.
+credit is the flow control, not a socket's high-water mark. The second batch may be sent late, the dispatch lead before
+the predicted end of the first: so that a request that arrives meanwhile still joins it, or because a worker that holds
+two batches will be through both sooner than this one with its first.
 
 A worker is judged by progress as well as by pulse. Its process may be alive while its Python hangs (it is silent), or
 send beats while its device is stuck (a batch is overdue).
@@ -33,17 +33,15 @@ _CREDITS = 2
 SUSPECT_NS = 1_000_000_000  # a worker that is silent for this long gets no new work
 LOST_NS = 2_000_000_000  # and after this long it is lost
 
-# If another worker would begin a batch sooner, the next batch is sent this long before the predicted end of a step.
-_HANDOVER_NS = 1_000_000
-
-# And where no other one would. A step's end is when its result is here: the device was done some 0.5 ms before, what is
-# sent takes as long to get there, and a prediction is off by some percent. What this comes to differs by host (1.6 ms
-# were too few for one batch in six on one of them, and a GPU idled for a tenth of its time, 2026-11-30), so it is
-# learned: such that of those that were sent as late as could be this share found the device at rest, or about to be.
+# The dispatch lead: a slot that is kept open is filled this long before the predicted end of the step that runs. A step
+# ends when its result is here. The device was done some 0.5 ms before, the next batch takes as long to get there, and a
+# prediction is off by some percent. The sum differs by host (1.6 ms were too few for one batch in six on one of them,
+# and a GPU idled for a tenth of its time, 2026-11-30), so it is learned: of the batches that were sent this late, the
+# share `_LATE_SHARE` finds the device at rest, or about to be.
 # (Source: stochastic approximation of a quantile, Robbins and Monro 1951.)
 _FIRST_DISPATCH_LEAD_NS, _LEAST_DISPATCH_LEAD_NS, _MOST_DISPATCH_LEAD_NS = 1_600_000, 500_000, 3_000_000
 _LATE_SHARE, _LATE_NS = 0.05, 100_000
-_AT_REST_US = 300  # a batch waits for so long in a worker at rest, or until the end of a step was noticed
+_AT_REST_US = 300  # a batch that waits for less in a worker found the device at rest, or about to be
 
 # If beats tell of fewer batches than were sent for this long, these batches never arrived. It is the clock that counts,
 # not the number of beats: after a standstill of the scheduler the beats of seconds come at once, and all are old.
@@ -85,9 +83,7 @@ class Worker:
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # oldest first: a worker works in order
     step_time: StepTime = field(default_factory=StepTime)
     is_kept_open: bool = False  # its free slot, though something waits that could fill it
-    dispatch_lead_ns: float = (
-        _FIRST_DISPATCH_LEAD_NS  # how long before the end of a step the next batch is sent, at the latest
-    )
+    dispatch_lead_ns: float = _FIRST_DISPATCH_LEAD_NS
     fitting_tokens: int | None = None  # the most of a batch while memory is short; None: it is not
     memory_back_ns: int = 0  # when memory is taken to be there again, if it is short
     longest: int = 0  # tokens of the longest sequence that it has run
@@ -126,23 +122,19 @@ class Worker:
         """When another batch may be sent; None while both slots are taken.
 
         Args:
-            begins_in_ns: how long until any worker can begin something new. If this one takes longer, its slot stays
-                open as long as that costs nothing.
-            late: the slot is to be filled no sooner than it must be.
+            begins_in_ns: how long until any worker can begin something new. If this one takes longer, its slot is
+                filled late.
+            late: the slot is filled late in any case: the dispatch lead before its step ends.
         """
         if len(self.in_flight) >= _CREDITS:
             return None
         if not self.in_flight:
             return 0
         (running,) = self.in_flight.values()
-        ends_ns = self.running_since_ns + running.predicted_ns
-        if self.busy_ns(now_ns) > begins_in_ns + _HANDOVER_NS:
-            return ends_ns - _HANDOVER_NS
-        return ends_ns - int(self.dispatch_lead_ns) if late else 0
-
-    def is_held_by_dispatch_lead(self, now_ns: int, begins_in_ns: int) -> bool:
-        """Whether it is the dispatch lead that keeps the free slot of a worker with one batch open."""
-        return self.busy_ns(now_ns) <= begins_in_ns + _HANDOVER_NS
+        lead_ns = int(self.dispatch_lead_ns)
+        if late or self.busy_ns(now_ns) > begins_in_ns + lead_ns:
+            return self.running_since_ns + running.predicted_ns - lead_ns
+        return 0
 
     def learn_dispatch_lead(self, batch: InFlight, waited_us: int) -> None:
         """Lengthen the dispatch lead if this batch came too late, else shorten it a little."""
@@ -157,7 +149,7 @@ class Choice:
     """Which worker is given the next batch, and which slots stay open though something waits."""
 
     worker: Worker | None  # None: no slot may be filled now
-    kept_open: tuple[Worker, ...] = ()  # whose slots the dispatch lead alone keeps open
+    kept_open: tuple[Worker, ...] = ()  # whose slots stay open until the dispatch lead before their steps' ends
 
 
 class Fleet:
@@ -227,7 +219,7 @@ class Fleet:
                 continue
             if free_at_ns <= now_ns:
                 free.append(worker)
-            elif late and worker.is_held_by_dispatch_lead(now_ns, begins_in_ns):
+            else:
                 kept_open.append(worker)
         chosen = min(free, key=lambda worker: (worker.busy_ns(now_ns), worker.num_tokens, *worker.turn), default=None)
         return Choice(chosen, tuple(kept_open))

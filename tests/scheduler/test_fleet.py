@@ -110,12 +110,12 @@ def test_a_slot_behind_a_long_step_stays_open_while_a_full_worker_is_through_soo
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_it_is_filled_as_late_as_a_hand_over_takes_and_the_loop_wakes_for_that(fleet: Fleet, late: bool) -> None:
+def test_it_is_filled_the_dispatch_lead_before_the_end_and_the_loop_wakes_for_that(fleet: Fleet, late: bool) -> None:
     worker = join(fleet, "long", 256)
     full = join(fleet, "full", 16, 4)  # whose steps take far longer than was thought
     worker.last_heard_ns = full.last_heard_ns = NOW_NS + 254 * MS
     filled_ns = fleet.next_free_ns(NOW_NS)
-    assert filled_ns == NOW_NS + 255 * MS
+    assert filled_ns == NOW_NS + 254_400_000
     assert fleet.choose_worker(filled_ns - 1, late=late).worker is None
     assert fleet.choose_worker(filled_ns, late=late).worker is worker
 
