@@ -153,10 +153,10 @@ class StepTime:
         """Tokens of the largest typical steps of any lengths."""
         return max((curve.reach for curve in self._curves.values() if curve.ms), default=0.0)
 
-    def is_to_be_tried(self, num_tokens: int, longest: int) -> bool:
-        """Whether a step of about this size should run, since what is predicted of it is a guess by others, or old.
+    def take_try(self, num_tokens: int, longest: int) -> bool:
+        """Whether a step of about this size is to run for trial: its prediction is a guess from others, or old.
 
-        The caller has one run then, or what comes nearest; else it was asked in vain, which counts.
+        The caller then runs one, or the nearest that it can. Each call counts as a try, and tries are limited.
         """
         kind = bisect_left(_LENGTH_CLASSES, longest), _cell_of(num_tokens)
         curve = self._curves.get(kind[0])
