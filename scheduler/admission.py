@@ -51,7 +51,7 @@ class Admission:
         workers_ready: int,
         now_ns: int,
     ) -> bool:
-        """Whether each of some requests is let in, so that `refusal` need not be asked for any: it would be None.
+        """Whether each of some requests is let in, so that `admit` need not be called for any: it would say None.
 
         Args:
             queued_tokens: the tokens that may be before any of them.
@@ -66,7 +66,7 @@ class Admission:
             and deadline_ns - now_ns > wait_ms * 1e6
         )
 
-    def refusal(
+    def admit(
         self,
         request: Request,
         *,
@@ -78,7 +78,7 @@ class Admission:
         without_workers_ns: int,
         now_ns: int,
     ) -> ServiceError | None:
-        """Why a new request is not let in; None when it is.
+        """Let a new request in: None, or why it is not. What is full is noted for the gateways (`full`).
 
         Args:
             queued_tokens: in all lanes, of all tenants.

@@ -306,7 +306,7 @@ class BatchQueue:
                 num_sequences += taken.num_sequences
         return batch
 
-    def expired(self, now_ns: int) -> list[Pending]:
+    def take_expired(self, now_ns: int) -> list[Pending]:
         """The waiting requests whose deadline has passed. The caller settles them: they are not told again."""
         if self._earliest_deadline_ns is None or now_ns < self._earliest_deadline_ns:
             return []

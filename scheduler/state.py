@@ -271,7 +271,7 @@ class Scheduler:
         """Whether a new request may wait; else it has failed."""
         request = pending.request
         tokens_before = self._queue.tokens_before(request.lane, request.tenant, len(request.token_ids))
-        error = self._admission.refusal(
+        error = self._admission.admit(
             request,
             queued_tokens=self._queue.num_tokens,
             tokens_before=tokens_before,
@@ -365,7 +365,7 @@ class Scheduler:
 
     def _expire(self, begin_ns: int) -> None:
         """Fail the requests whose deadline has passed at `begin_ns`, when they could begin at the soonest."""
-        for pending in self._queue.expired(begin_ns):
+        for pending in self._queue.take_expired(begin_ns):
             self._accounts.settle(
                 pending, DeadlineExceeded("The deadline passed while the request waited for a worker.")
             )

@@ -75,7 +75,7 @@ class StepSizes:
         if not full_ms:
             return Sizes(most, most)
         largest = min(full, most)
-        if step_time.reach < _REACH * largest and step_time.is_to_be_tried(round(largest), longest):
+        if step_time.reach < _REACH * largest and step_time.take_try(round(largest), longest):
             return Sizes(most, most)
         rate = full / full_ms
         parts = [max(1, round(most / part)) for part in _PARTS]
@@ -85,7 +85,7 @@ class StepSizes:
             if took_ms < _LEAST_MS:
                 return False
             # Where he waits, another size will run.
-            is_tried = not num_online and step_time.is_to_be_tried(round(num_tokens), longest)
+            is_tried = not num_online and step_time.take_try(round(num_tokens), longest)
             return is_tried or num_tokens >= _LEAST_RATE * rate * took_ms
 
         alone = next(filter(is_worth, parts), most)

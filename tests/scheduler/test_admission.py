@@ -43,7 +43,7 @@ def ask(
     without_workers_ns: int = 0,
     now_ns: int = 0,
 ) -> ServiceError | None:
-    return admission.refusal(
+    return admission.admit(
         request,
         queued_tokens=queued_tokens,
         tokens_before=queued_tokens,

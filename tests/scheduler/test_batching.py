@@ -302,11 +302,11 @@ def test_expired_names_each_waiting_request_whose_deadline_has_passed() -> None:
     late, timely = make_pending(1, [1, 1], deadline_ns=100), make_pending(2, [1], deadline_ns=200)
     queue.push(whole(late))
     queue.push(whole(timely))
-    assert queue.expired(99) == []
-    assert queue.expired(100) == [late]
+    assert queue.take_expired(99) == []
+    assert queue.take_expired(100) == [late]
     late.settled = True
-    assert queue.expired(150) == []
-    assert queue.expired(200) == [timely]
+    assert queue.take_expired(150) == []
+    assert queue.take_expired(200) == [timely]
 
 
 @pytest.mark.thorough

@@ -128,7 +128,7 @@ class Suite:
         if queries:
             self._expect_query(begin_ns)
         for _ in range(self.machine.clients if backfill else 0):
-            self._ask_again(0)
+            self._ask_again(30 if queries else 0)  # before the first query steps are full, as nothing is online
         while self.now_ns < self._until_ns or self._num_asked:
             self.now_ns, _, happen = heapq.heappop(self._events)
             happen()

@@ -246,24 +246,24 @@ def test_a_larger_step_takes_no_less_than_a_smaller_one_whatever_one_took_that_w
     assert model.predict_ms(4000, 20) == pytest.approx(25 * 4000 / 1200)
 
 
-def test_a_size_is_to_be_tried_until_some_steps_of_about_it_have_run_lately() -> None:
+def test_a_size_take_try_until_some_steps_of_about_it_have_run_lately() -> None:
     model = learned(*[(600, 400, 2.0), (4000, 400, 7.0)] * 5)
-    assert not model.is_to_be_tried(600, 400)
-    assert not model.is_to_be_tried(4000, 400)
-    assert model.is_to_be_tried(600, 20)  # those were of other lengths
+    assert not model.take_try(600, 400)
+    assert not model.take_try(4000, 400)
+    assert model.take_try(600, 20)  # those were of other lengths
     for _ in range(3):
-        assert model.is_to_be_tried(2000, 400)
+        assert model.take_try(2000, 400)
         model.observe(2000, 400, 3_700)
-    assert not model.is_to_be_tried(2000, 400)
-    assert model.is_to_be_tried(2400, 400)  # a fifth more is another size
+    assert not model.take_try(2000, 400)
+    assert model.take_try(2400, 400)  # a fifth more is another size
     for _ in range(5000):
         model.observe(600, 400, 2_000)
-    assert model.is_to_be_tried(2000, 400)
+    assert model.take_try(2000, 400)
 
 
 def test_a_size_that_no_step_comes_to_is_not_tried_for_ever() -> None:
     model = learned(*[(600, 400, 2.0), (4000, 400, 7.0)] * 5)
-    assert sum(model.is_to_be_tried(2000, 400) for _ in range(1000)) == 50
+    assert sum(model.take_try(2000, 400) for _ in range(1000)) == 50
     for _ in range(5000):
         model.observe(600, 400, 2_000)
-    assert sum(model.is_to_be_tried(2000, 400) for _ in range(1000)) == 50  # lengths may be others by now
+    assert sum(model.take_try(2000, 400) for _ in range(1000)) == 50  # lengths may be others by now
