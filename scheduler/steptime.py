@@ -1,20 +1,18 @@
 """How long a step takes, learned from results. Pure: no clock.
 
-One model, several uses: how many tokens make a step of so many milliseconds, how long what waits will take, when the
-step that runs will end. Steps are sorted by their number of tokens, in cells a factor of ⁴√2 wide, and by their longest
-sequence, since attention grows with its square. A cell keeps the mean of its tokens and of its milliseconds, smoothed;
-between cells of one class of lengths a line leads from mean to mean. Beyond its smallest and largest the nearest class
-that reaches so far says how time grows; or, where the two have no size in common, how long a step takes. (That happens
-wherever short queries and long documents come, and each kind fills other steps: with its times in the proportion of its
-least to the other's largest, a full step of documents was one of a query.) Below the smallest of all a step costs what
-that one does.
+One model has three uses: how many tokens make a step of a given time, how long the queue will take, when the step that
+runs will end. Steps are sorted by their number of tokens, in cells a factor of ⁴√2 wide, and by their longest sequence,
+since attention grows with its square. A cell keeps smoothed means of its tokens and of its milliseconds. Within a class
+of lengths a line leads from cell to cell. Beyond the smallest and largest cell the nearest class that reaches as far
+says how time grows, or how long a step takes if the two classes have no size in common. (That happens where short
+queries and long documents come, and each kind fills other steps. Scaled by the ends of the two curves, a full step of
+documents was predicted to take as long as a query.) A step smaller than any that was seen costs what the smallest did.
 
-A step that took far more or far less than its like tells nothing: it was stopped, or compiled something, or its end
-was noticed late and the next one's at once. Where three in a row do, things have changed, and they are believed.
+A step that took far more or far less than steps like it says nothing: it was stopped, or it compiled something, or its
+end was noticed late. After three such steps in a row things have changed, and they are believed.
 
-Rejected: one rate for all (a small step costs mostly what any step costs: 5 tokens 7 ms where 512 took 59); a formula
-fitted to all steps, which one odd region bends everywhere; a running maximum to keep the curve from falling, which one
-slow small step holds up for ever.
+Rejected: one rate for all steps (5 tokens take 7 ms where 512 take 59); a formula fitted to all steps, which one odd
+region bends everywhere; a running maximum to keep the curve from falling, which one slow small step holds up for ever.
 """
 
 from __future__ import annotations
@@ -23,33 +21,33 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-TYPICAL_LENGTH = 256  # tokens of the longest sequence, where a prediction is of a batch that is not formed yet
+TYPICAL_LENGTH = 256  # tokens of the longest sequence of a batch that is not formed yet
 
 # A smoothed mean follows a change within some ten steps, and one step does not sway it.
 _SMOOTHING = 0.1
 
-_ODD = 3.0  # times what was expected, or a part of it
-_ODD_STEPS = 3  # in a row that are believed
+_ODD = 3.0  # a step is odd that took this many times what was expected, or less than the same part of it
+_ODD_STEPS = 3  # odd steps in a row that are believed
 
-# So few steps say nothing of larger ones than were seen, which then count as no longer: the first touch memory and
-# compile, and by a second for ten tokens everybody who waits would be refused. Nor is a size known by fewer.
+# Fewer steps than this say nothing of larger ones, which then count as no longer: the first steps touch memory and
+# compile, and by a second for ten tokens all that waits would be refused. A size, too, is known by this many steps.
 _FEW_STEPS = 3
 
-# So many steps later what a step took says little of the next: clocks fall, neighbours come. And so often a size is
-# tried that no step comes to: sequences may be such that none does.
+# After this many steps the time of an earlier one says little: clocks fall, neighbours come. Tries of a size have a
+# limit, since it may be that no step comes to it: the sequences may be too long.
 _FRESH_STEPS = 5000
 _MOST_TRIES = 50
 
-# A step may cost so much more than the least that any step costs before it counts as a larger one.
+# If any step takes longer than a budget allows, steps may cost this many times the least that one costs.
 _SMALLEST_TIMES = 1.25
 
-# Bounds of the longest sequence, in tokens: below the first one attention is nothing beside the rest.
+# Bounds of the classes of lengths, in tokens of the longest sequence. Below the first, attention hardly counts.
 _LENGTH_CLASSES = (256, 1024, 4096, 16_384)
 
 
 @dataclass(slots=True)
 class _Cell:
-    """Steps of about so many tokens."""
+    """Steps of about the same number of tokens."""
 
     num_tokens: float = 0.0
     ms: float = 0.0
@@ -57,7 +55,7 @@ class _Cell:
     num_odd: int = 0  # in a row
 
     def add(self, num_tokens: int, ms: float, expected_ms: float | None) -> None:
-        """`expected_ms` is what is known, if anything."""
+        """`expected_ms`: the prediction; None if nothing is known."""
         if expected_ms is not None and not expected_ms / _ODD <= ms <= expected_ms * _ODD:
             self.num_odd += 1
             if self.num_odd < _ODD_STEPS:
@@ -72,14 +70,14 @@ class _Cell:
 
 @dataclass(slots=True)
 class _Curve:
-    """Milliseconds over tokens, of one class of lengths. It never falls: what would is noise, and no budget."""
+    """Milliseconds over tokens, of one class of lengths. It never falls: a fall is noise, and gives no budget."""
 
     cells: dict[int, _Cell] = field(default_factory=dict)
     num_tokens: list[float] = field(default_factory=list)  # rising
     ms: list[float] = field(default_factory=list)  # never falling
 
     def add(self, num_tokens: int, ms: float, expected_ms: float | None) -> None:
-        """`expected_ms` is what the curves say, if any of them has seen smaller steps and larger ones."""
+        """`expected_ms`: what the curves say; None unless they have seen smaller steps and larger ones."""
         cell = self.cells.setdefault(_cell_of(num_tokens), _Cell())
         cell.add(num_tokens, ms, cell.ms if cell.num_steps else expected_ms)
         known = [cell for _, cell in sorted(self.cells.items()) if cell.num_steps]
@@ -92,7 +90,7 @@ class _Curve:
         return self.num_tokens[-1]
 
     def at(self, num_tokens: float) -> float:
-        """Above its reach, in proportion to the tokens."""
+        """Milliseconds of a step of this size; above the curve's reach, in proportion to the tokens."""
         index = bisect_left(self.num_tokens, num_tokens)
         if index == 0:
             return self.ms[0]
@@ -108,17 +106,17 @@ class StepTime:
 
     def __init__(self) -> None:
         self._curves: dict[int, _Curve] = {}
-        self._found: dict[int, list[_Curve]] = {}  # by class of lengths, what `_nearest` has found since the last step
+        self._found: dict[int, list[_Curve]] = {}  # results of `_nearest` since the last step, by class of lengths
         self._num_steps = 0
-        self._untypical: StepTime | None = None  # what is known of those that are not typical, if any was seen
-        self._seen: dict[tuple[int, int], int] = {}  # by class and cell, when the last step was, in steps
-        self._tries: dict[tuple[int, int], tuple[int, int]] = {}  # likewise, since when, and how many
+        self._untypical: StepTime | None = None  # what steps that are not typical took; None until there was one
+        self._seen: dict[tuple[int, int], int] = {}  # the number of the last step, by class and cell
+        self._tries: dict[tuple[int, int], tuple[int, int]] = {}  # since which step, and how many; by class and cell
 
     def observe(self, num_tokens: int, longest: int, step_us: int, *, is_typical: bool = True) -> None:
-        """Learn from a step of so many tokens, `longest` of them in its longest sequence.
+        """Learn from a step of this many tokens, `longest` of them in its longest sequence.
 
-        One that is not typical (see Result) takes longer than its like will: what it took is the most that such steps
-        take, as long as none so large was typical.
+        A step that is not typical (see Result) takes longer than later ones like it: its time is an upper bound for
+        steps of its size, until as large a typical one was seen.
         """
         if not is_typical:
             if self._untypical is None:
@@ -145,7 +143,7 @@ class StepTime:
         if not curves:
             return most_ms
         ms = _predict(curves, num_tokens)
-        # But no less than a smaller one.
+        # The bound is no less than the prediction for a smaller step.
         return ms if most_ms is None else min(ms, max(most_ms, _predict(curves, self.reach)))
 
     @property
@@ -172,7 +170,8 @@ class StepTime:
     def budget(self, target_ms: float, longest: int, most: int) -> int:
         """The most tokens, at least 1 and at most `most`, of a step that takes no longer than `target_ms`.
 
-        Where any step takes longer, the most that cost hardly more than one does. `most` where nothing was observed.
+        If any step takes longer, the most tokens that cost hardly more than one does. `most` before anything was
+        observed.
         """
         least_ms = self.predict_ms(1, longest)
         if least_ms is None:
@@ -184,7 +183,7 @@ class StepTime:
 
         if is_short(most):
             return most
-        low, high = 1, most  # what takes no longer, and what takes longer
+        low, high = 1, most  # a step of `low` tokens is short, one of `high` is not
         while high - low > 1:
             middle = (low + high) // 2
             if is_short(middle):
@@ -194,7 +193,7 @@ class StepTime:
         return low
 
     def queue_ms(self, num_tokens: int, max_batch_tokens: int, longest: int) -> float | None:
-        """Milliseconds for what waits, which runs in full batches; None before anything was observed."""
+        """Milliseconds for queued tokens, which run in full batches; None before anything was observed."""
         if not self._curves:
             return None if self._untypical is None else self._untypical.queue_ms(num_tokens, max_batch_tokens, longest)
         most = self.reach if self._num_steps < _FEW_STEPS else math.inf
@@ -203,7 +202,7 @@ class StepTime:
         return batches * (self.predict_ms(min(max_batch_tokens, most), longest) or 0.0) + rest_ms
 
     def _nearest(self, longest: int) -> list[_Curve]:
-        """The curves that say anything, the one of this class of lengths first, then those of the classes beside it."""
+        """The curves that have steps: that of this class of lengths first, then the nearest classes."""
         wanted = bisect_left(_LENGTH_CLASSES, longest)
         found = self._found.get(wanted)
         if found is None:
@@ -213,9 +212,9 @@ class StepTime:
 
 
 def _predict(curves: list[_Curve], num_tokens: float) -> float:
-    """By the first curve, and above its reach by the next one that reaches so far, joined to it where it ends.
+    """By the first curve; above its reach by the next one that reaches as far, joined where the first one ends.
 
-    What lies between the two, where neither has been, a line leads across.
+    A line leads across sizes that neither curve has seen.
     """
     curve = curves[0]
     if num_tokens < curve.num_tokens[0]:
@@ -233,7 +232,7 @@ def _predict(curves: list[_Curve], num_tokens: float) -> float:
 
 
 def _predict_below(curve: _Curve, others: list[_Curve], num_tokens: float) -> float:
-    """Fewer tokens than a curve has seen: by the next one that has, and from where that ends a line leads to it."""
+    """Fewer tokens than a curve has seen: by the next curve that has, from whose end a line leads to the first one."""
     first, first_ms = curve.num_tokens[0], curve.ms[0]
     other = next((other for other in others if other.num_tokens[0] < first), None)
     if other is None:
@@ -246,7 +245,7 @@ def _predict_below(curve: _Curve, others: list[_Curve], num_tokens: float) -> fl
 
 
 def _never_falling(values: list[float], weights: list[int]) -> list[float]:
-    """The values, those that fall replaced by their weighted median: a slow small step moves no larger one.
+    """The values, where they fall replaced by their weighted median: a slow small step does not move larger ones.
 
     Source: the pool-adjacent-violators algorithm (Ayer et al. 1955), for the least sum of absolute differences.
     """
@@ -260,7 +259,7 @@ def _never_falling(values: list[float], weights: list[int]) -> list[float]:
 
 
 def _median(weighted: list[tuple[float, int]]) -> float:
-    """Of values and their weights; of two in the middle the lower."""
+    """The median of values with weights; the lower one of two in the middle."""
     half = sum(weight for _, weight in weighted) / 2
     for value, weight in sorted(weighted):
         half -= weight
