@@ -44,14 +44,11 @@ class Sizes:
 class StepSizes:
     def __init__(self) -> None:
         self._shared = 0.0  # the part of the steps, lately, that somebody who came online was in
-        self._longest = 0.0  # tokens of the longest sequence of the lanes below, lately
 
     def note(self, parts: list[Part]) -> None:
         """A step was formed of these, while work of the lanes below waited."""
-        below = [part.longest for part in parts if part.pending.request.lane != "online"]
-        self._shared += _SMOOTHING * ((len(below) < len(parts)) - self._shared)
-        if below:
-            self._longest = max(*below, self._longest * (1 - _SMOOTHING))
+        is_shared = any(part.pending.request.lane == "online" for part in parts)
+        self._shared += _SMOOTHING * (is_shared - self._shared)
 
     def small(self, step_time: StepTime, most: int, mean_length: float, num_online: int) -> Sizes:
         """Small steps of a worker whose full one has `most` tokens: full ones, as long as nothing is known of it.
@@ -64,7 +61,7 @@ class StepSizes:
         def filled(num_tokens: float) -> float:
             return max(num_tokens // mean_length, 1) * mean_length
 
-        longest = round(max(self._longest, mean_length))
+        longest = round(mean_length)
 
         def ms(num_tokens: float) -> float:
             return step_time.predict_ms(round(num_tokens), longest) or 0.0
