@@ -1,1 +1,1 @@
-"""First come, first served under a token budget: decides what runs where, and who answers when it cannot."""
+"""First come, first served under a token budget: decides what runs where, and answers what cannot run."""

@@ -97,7 +97,7 @@ class Accounts:
             self.lose(gateway, f"it waits for {beat.num_held} requests, {len(gateway.requests)} are here")
 
     def lose(self, gateway: Gateway, reason: str) -> None:
-        """Drop a gateway's account: nobody waits for its requests any more."""
+        """Drop a gateway's account: nothing waits for its requests any more."""
         logger.info(
             "%s (pid %d) is gone: %s; %d requests dropped", gateway.name, gateway.pid, reason, len(gateway.requests)
         )

@@ -102,11 +102,6 @@ class Part:
         return self.stop - self.start
 
     @property
-    def longest(self) -> int:
-        """Tokens of its longest sequence."""
-        return int(np.maximum.reduce(self.pending.request.lengths[self.start : self.stop]))
-
-    @property
     def num_rows(self) -> int:
         return self.pending.first_row(self.stop) - self.pending.first_row(self.start)
 

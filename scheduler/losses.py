@@ -177,7 +177,7 @@ class Losses:
             self._accounts.settle(part.pending, error, part.start)
 
     def retry(self, part: Part, now_ns: int) -> None:
-        """Queue sequences again, unless nobody waits for them or the model is another one by now."""
+        """Queue sequences again, unless nothing waits for them or the model is another one by now."""
         pending = part.pending
         if pending.settled or self._accounts.refuse_other_model(pending):
             return

@@ -4,7 +4,7 @@ It holds promises, never the only copy: a gateway keeps each request until it ha
 at any time and nothing is lost. This file is the dispatch: a request is let in and queued, a batch is formed when a
 worker has a free slot, its result is taken apart into replies. Each of the other decisions is an object of its own:
 
-- who waits for what, and that each request ends exactly once: `accounts.py`;
+- which gateway waits for what, and that each request ends exactly once: `accounts.py`;
 - which requests are let in: `admission.py`;
 - what waits, and in which order: `batching.py`;
 - which worker runs what next: `policy.py`;
@@ -89,7 +89,7 @@ class Scheduler:
             metrics=metrics,
             now_ns=now_ns,
         )
-        # An epoch is random, new at every start, and told to nobody but our own processes.
+        # An epoch is random, new at every start, and known to our own processes alone.
         quarantine = Quarantine(epoch.to_bytes(8, "little"))
         self._losses = Losses(quarantine, self._queue, self._fleet, self._accounts, self._pulse, self._outbox, metrics)
         self._last_turn_ns = now_ns

@@ -6,8 +6,7 @@ since attention grows with its square. A cell keeps smoothed means of its tokens
 of lengths a line leads from cell to cell. Beyond the smallest and largest cell the nearest class that reaches as far
 says how time grows, or how long a step takes if the two classes have no size in common. (That happens where short
 queries and long documents come, and each kind fills other steps. Scaled by the ends of the two curves, a full step of
-documents was predicted to take as long as a query.) A step smaller than any that was seen costs as much as the
-smallest.
+documents was predicted to take as long as a query.) A step smaller than any that was seen costs what the smallest did.
 
 A step that took far more or far less than steps like it says nothing: it was stopped, or it compiled something, or its
 end was noticed late. After three such steps in a row things have changed, and they are believed.
@@ -34,8 +33,8 @@ _ODD_STEPS = 3  # odd steps in a row that are believed
 # compile, and by a second for ten tokens all that waits would be refused. A size, too, is known by this many steps.
 _FEW_STEPS = 3
 
-# After this many steps the time of an earlier one says little: clocks fall, neighbours come. A size is tried this
-# often, since no step may come to it: the sequences may be too long.
+# After this many steps the time of an earlier one says little: clocks fall, neighbours come. Tries of a size have a
+# limit, since it may be that no step comes to it: the sequences may be too long.
 _FRESH_STEPS = 5000
 _MOST_TRIES = 50
 

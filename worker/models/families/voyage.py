@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class VoyageModel(DecoderModel):
     def __init__(self, config: DecoderConfig, num_columns: int) -> None:
         super().__init__(config)
-        self.hidden_size = num_columns
+        self.shape = dataclasses.replace(self.shape, hidden_size=num_columns)
         self.linear = Linear(config.hidden_size, num_columns, bias=False)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
