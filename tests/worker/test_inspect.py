@@ -209,7 +209,7 @@ def test_a_hub_id_is_found_in_the_local_cache_and_nothing_is_downloaded(tmp_path
     assert found.returncode == 0
     assert (json.loads(found.stdout)["name"], json.loads(found.stdout)["folder"]) == ("some/tiny", str(folder))
     assert missing.returncode == 1
-    assert "What is not on this disk is not inspected." in missing.stderr
+    assert "Only models on this disk can be inspected." in missing.stderr
 
 
 @pytest.mark.slow
