@@ -668,6 +668,13 @@ def test_a_gemma_reranker_scores_by_yes_alone(tied: bool, tmp_path: Path) -> Non
     check(engine, logit_of(model, sequences(), 4), sequences())
 
 
+def test_a_gemmas_head_is_tied_where_its_file_does_not_say(tmp_path: Path) -> None:
+    model = language_model("Gemma", tie_word_embeddings=True)
+    edit_json(save_gemma_reranker(model, tmp_path) / "config.json", tie_word_embeddings=None)
+
+    check(make_engine(tmp_path, task="score"), logit_of(model, sequences(), 4), sequences())
+
+
 def test_pairs_of_texts_score_by_gemmas_template(tmp_path: Path) -> None:
     model = language_model("Gemma", max_position_embeddings=80)
     engine = make_engine(save_gemma_reranker(model, tmp_path), task="score")
