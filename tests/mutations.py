@@ -43,6 +43,7 @@ TIERS = {"test": "not thorough and not gpu", "all": "thorough and not gpu"}
 _COPIED = ("benchmarks", "common", "docs", "gateway", "scheduler", "tests", "worker")
 _TIMEOUT_S = 1800  # of one run of pytest
 _FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
+_HUNG = re.compile(r"^(\S+::.*?) \++ Timeout \+", re.MULTILINE)
 _NONE_COLLECTED = 5  # pytest's exit status
 
 
@@ -127,10 +128,15 @@ def _copy(folder: Path) -> Path:
 
 
 def _first_failure(root: Path, what: str, tests: Sequence[str], marks: str) -> str | None:
-    """Run tests in this tree until one fails; its name, None where none does. Raises Broken: they cannot be run."""
-    options = ["-x", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", "-m", marks]
+    """Run tests in this tree until one fails, or hangs; its name, None where none does.
+
+    Raises:
+        Broken: they cannot be run.
+    """
+    # A test that hangs ends all of pytest: the other method, a signal, is not heard in uvloop's event loop.
+    options = ["-x", "-v", "--tb=no", "-p", "no:cacheprovider", "--timeout=60", "--timeout-method=thread", "-m", marks]
     # The environment holds an editable install of the checkout, before which the copy is to be found.
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=root,
@@ -145,7 +151,7 @@ def _first_failure(root: Path, what: str, tests: Sequence[str], marks: str) -> s
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             raise Broken(f"{what}: the tests did not end within {_TIMEOUT_S} s") from None
-    failed = _FAILED.search(output)
+    failed = _FAILED.search(output) or _HUNG.search(output)
     if child.returncode == 1 and failed is not None:
         return failed[1]
     if child.returncode not in (0, _NONE_COLLECTED):

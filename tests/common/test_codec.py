@@ -162,6 +162,11 @@ COSTLY_HEADERS = bombs() | {
 }
 
 
+def test_a_header_that_is_too_long_is_refused_unread() -> None:
+    with pytest.raises(ProtocolError, match=rf"^a header of {MAX_HEADER_BYTES + 1} bytes; {MAX_HEADER_BYTES} are"):
+        decode([bytes(MAX_HEADER_BYTES + 1)])
+
+
 @pytest.mark.parametrize("header", COSTLY_HEADERS.values(), ids=COSTLY_HEADERS)
 def test_no_header_takes_long_or_much_memory(header: bytes) -> None:
     def read() -> float:
