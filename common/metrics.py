@@ -2,7 +2,7 @@
 
 The processes of a suite write into small memory-mapped files in the run folder. The gateway that answers /metrics adds
 them all up, so each gateway gives the same answer (prometheus_client's multiprocess mode). A counter outlives its
-process; a gauge does not.
+process; a gauge does not. `Metrics.__init__` is longer than other functions since it is the list of all metrics.
 
 Each named model has such files in its own folder. The counts of its scheduler and workers get the label `model` when
 they are rendered. What gateways count has no such label, since most of it (a connection, a route, a key) belongs to no

@@ -1,8 +1,8 @@
-"""The pages of docs/ that are made from the product: flags.md and metrics.md.
+"""What docs/ takes from the product: flags.md, metrics.md, and the table of models.md.
 
     python -m tests.docs
 
-writes them anew. tests/test_docs.py fails while they differ from what the product says.
+writes all of it anew. tests/test_docs.py fails while it differs from what the product says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from common.config import GatewayConfig, ProcessConfig, SchedulerConfig, ServeConfig, WorkerConfig
 from common.metrics import Metrics
+from worker.checkpoint.architectures import ARCHITECTURES, Architecture
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -25,7 +26,7 @@ _PROCESSES = {"gateway": GatewayConfig, "scheduler": SchedulerConfig, "worker": 
 
 def pages() -> Mapping[Path, str]:
     """The text of every page that is made."""
-    return {DOCS / "flags.md": flags_page(), DOCS / "metrics.md": metrics_page()}
+    return {DOCS / "flags.md": flags_page(), DOCS / "metrics.md": metrics_page(), DOCS / "models.md": models_page()}
 
 
 def flags_page() -> str:
@@ -70,6 +71,23 @@ def metrics_page() -> str:
         labels = ", ".join(f"`{label}`" for label in metric._labelnames)
         lines.append(f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} |")
     return "\n".join(lines) + "\n"
+
+
+def models_page() -> str:
+    """models.md, with its table of families as the architectures have it."""
+    before, mark, rest = (DOCS / "models.md").read_text().partition("-->\n")
+    _, end, after = rest.partition("<!-- /families -->")
+    lines = ["| family | architectures | for example |", "|---|---|---|"]
+    for family in dict.fromkeys(row.family for row in ARCHITECTURES.values()):
+        rows = [row for row in ARCHITECTURES.values() if row.family == family]
+        names = ", ".join(f"`{row.name}`{_uses(row)}" for row in rows)
+        lines.append(f"| {family} | {names} | {', '.join(name for row in rows for name in row.examples)} |")
+    return "\n".join([before + mark, *lines, "", end + after])
+
+
+def _uses(row: Architecture) -> str:
+    uses = [use for use, is_there in (("scores", row.score_head), ("sparse", row.vocabulary_head)) if is_there]
+    return f" ({', '.join(uses)})" if uses else ""
 
 
 def catalogue() -> list[MetricWrapperBase]:
