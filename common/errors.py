@@ -111,7 +111,7 @@ class InvalidRequest(ServiceError):
 
 
 class BadRequest(InvalidRequest):
-    """The connection closes after it, since nobody knows where the next request begins."""
+    """The connection closes after it, since it is unknown where the next request begins."""
 
     default_code = "bad_request"
 

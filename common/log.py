@@ -39,7 +39,7 @@ class _DroppingHandler(logging.handlers.QueueHandler):
             with self._lock:
                 if self._dropped:
                     self.queue.put_nowait(
-                        _told(f"{self._dropped} log records were dropped because nobody read the log")
+                        _told(f"{self._dropped} log records were dropped because no process read the log")
                     )
                     self._dropped = 0
             self.queue.put_nowait(record)
@@ -137,7 +137,7 @@ def set_up(process: str, level: str, log_dir: str = "") -> logging.handlers.Queu
 
 
 def reopen() -> None:
-    """Open the log's file again under its name, after somebody has moved or deleted it. May wait for the writer.
+    """Open the log's file again under its name, after it was moved or deleted. May wait for the writer.
 
     Raises:
         OSError: the file cannot be opened; the old one is still in use.
@@ -152,7 +152,7 @@ def reopen() -> None:
 
 
 def stop(listener: logging.handlers.QueueListener, timeout_s: float = 2.0) -> bool:
-    """Write what is queued, and end the writer. Returns False if it is stuck because nobody reads the log."""
+    """Write what is queued, and end the writer. Returns False if it is stuck because no process reads the log."""
     stopper = threading.Thread(target=listener.stop, daemon=True)
     stopper.start()
     stopper.join(timeout_s)

@@ -3,7 +3,7 @@
     gateways.sock, workers.sock   the two ends of the scheduler
     PROCESS.lock                  locked while the process lives: one process for each role and slot
     PROCESS.starts                one byte for each failed start in a row
-    PROCESS.trace.json            the profile of a worker, if somebody asked for one
+    PROCESS.trace.json            the profile of a worker, if one was asked for
     metrics/                      the counts of each process
     connections                   the number of connections of each gateway
     budgets/                      the tokens that each key has left

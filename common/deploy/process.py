@@ -63,7 +63,7 @@ def run_process(role: str, config_class: type[Config], run: Callable[[Config, Ca
         status = error.exit_status
     finally:
         if not log.stop(listener):
-            os._exit(status)  # nobody reads the log, and the thread that waits to write it must not delay the end
+            os._exit(status)  # no process reads the log, and the thread that waits to write it must not delay the end
     sys.exit(status)
 
 

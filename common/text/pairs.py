@@ -93,7 +93,7 @@ class PairTokenizer(Protocol):
     ) -> list[Pair]:
         """The sequence of the query with each document, at most the model's maximum long.
 
-        `instruction` None is the model's default one; an empty one is an empty one. Of each document at most
+        `instruction` None is the model's default one; an empty one is an empty one. From each document at most
         `max_document_tokens` are taken, from its beginning, whatever `truncation` says.
 
         Raises:

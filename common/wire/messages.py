@@ -1,6 +1,6 @@
 """The messages between gateway, scheduler and worker: their fields, and which values are valid. No I/O.
 
-Who sends what:
+The senders:
 
     gateway → scheduler    Join  Request  Requests  Cancel  Beat  Goodbye
     scheduler → gateway    Welcome  Reply  Replies  Trace  Failure  Ping  Refuse
@@ -174,7 +174,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this request any more. Advisory: what is already running runs on."""
+    """No client waits for this request any more. Advisory: what is already running runs on."""
 
     request_id: int
 

@@ -159,7 +159,7 @@ class Dealer:
 
 
 def now_ns() -> int:
-    """CLOCK_MONOTONIC, which all processes of a host share and nobody sets."""
+    """CLOCK_MONOTONIC, which all processes of a host share and which cannot be set."""
     return time.monotonic_ns()
 
 

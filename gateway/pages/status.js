@@ -289,7 +289,7 @@ async function refreshInfo() {
   }
 }
 
-/** One tick after the other, none while nobody looks. */
+/** One tick after the other, and none while the page is hidden. */
 async function keepTicking() {
   for (;;) {
     if (document.visibilityState === "visible") await tick();

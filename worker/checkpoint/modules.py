@@ -166,7 +166,7 @@ def _read_module(path: Path, index: int, value: object) -> Module:
     if PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
         entry.refuse("path", f"{folder!r} leads out of the model's folder.")
     # Which arguments of `encode` sentence-transformers hands on to this module: names alone, so that nothing changes
-    # until a caller passes one, which here nobody can.
+    # until a caller passes one, which is not possible here.
     names = entry.values.get("kwargs")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         entry.refuse("kwargs", f"a list of names is needed, not {names!r}.")

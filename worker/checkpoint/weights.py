@@ -250,7 +250,7 @@ def _way_to_convert(folder: Path) -> str:
     """
     try:
         config = JsonFile.read_optional(folder / "config.json")
-    except ModelError:  # told by whoever reads it
+    except ModelError:  # the reader of the file tells it
         return ""
     architectures = config.values.get("architectures")
     if config.values.get("auto_map") or not isinstance(architectures, list) or len(architectures) != 1:
@@ -300,7 +300,7 @@ def _open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ModelError(f"{path} is not a regular file.")
-    return open(descriptor, "rb", buffering=0)  # whoever opens a WeightFile closes it
+    return open(descriptor, "rb", buffering=0)  # the opener of a WeightFile closes it
 
 
 def _read_into(path: Path, stream: BinaryIO, buffer: memoryview) -> None:

@@ -121,7 +121,7 @@ def _fetch_kernel(
         # No load waits for what another one has read: all are under way at once.
         token_ids = tl.load(source + row_words + tokens, mask=inside)
         is_real = tokens < tl.load(source + _NUM_TOKENS)
-        # Of the offsets, the last that is not behind the token, and the first that is.
+        # The last offset that is not behind the token, and the first that is.
         starts = tl.zeros((TOKENS,), tl.int32)
         stops = tl.zeros((TOKENS,), tl.int32) + num_tokens
         for first in range(0, num_sequences, OFFSETS):

@@ -240,7 +240,7 @@ class Worker:
 
     def _introduce(self, link: Link, facts: ModelFacts, now_s: float) -> None:
         if self._unanswered >= _MAX_UNANSWERED:
-            logger.warning("nobody has answered %d introductions; reconnecting", self._unanswered)
+            logger.warning("no scheduler has answered %d introductions; reconnecting", self._unanswered)
             self._unanswered = 0
             self._drop_all()  # the scheduler will take us for a new worker, and run these batches again
             link.reconnect()

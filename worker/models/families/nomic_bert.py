@@ -7,9 +7,9 @@ A BERT with rotary positions and a gated MLP; the norms follow their sums. Queri
 product, gate and up from another.
 
 config.json comes in two dialects, GPT-2's field names with those of the model's own code, and transformers'; newer
-files have both. Each field is read from whichever dialect has it, and two that disagree are refused. Of what the own
-code can do, that which its published text models do is implemented and the rest is refused: mixtures of experts (v2),
-plain MLPs, positions that turn in part or in neighbouring pairs.
+files have both. Each field is read from the dialect that has it, and two that disagree are refused. This file
+implements what the published text models do, and refuses the rest of the own code: mixtures of experts (v2), plain
+MLPs, positions that turn in part or in neighbouring pairs.
 
 With `rotary_scaling_factor`, the own code lets the base of the frequencies grow once a sequence is longer than
 `max_trained_positions`, and keeps it for all shorter ones after it: a text's vector depends on what ran before. So
