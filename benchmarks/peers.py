@@ -222,7 +222,7 @@ def start_all(args: argparse.Namespace, model: str, folder: Path, logs: Path) ->
         name: lambda name=name: InProcess(name, pythons[name], folder, args.threads, logs / f"{name}.log")
         for name in ("sentence-transformers", "onnxruntime")
     }
-    hedgerow = [sys.executable, "-c", "import sys; from common.deploy.launch import main; sys.exit(main())", "serve"]
+    hedgerow = [sys.executable, "-c", "import sys; from common.deploy.cli import main; sys.exit(main())", "serve"]
     for dtype in args.dtypes:
         command = [*hedgerow, "--device", "cpu", "--dtype", dtype, "--model", str(folder), "--gateways", "1"]
         command += ["--served-model-name", model]
