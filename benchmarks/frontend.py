@@ -67,6 +67,7 @@ from benchmarks.load import run_load
 from benchmarks.record import write_result
 from benchmarks.texts import Corpus, Lines
 from common.metrics import Metrics, open_metrics
+from common.run_dir import RunDir
 from common.text.tokenization import Tokenizer
 from common.wire.codec import Frame, Message, decode, encode
 from common.wire.messages import (
@@ -84,7 +85,7 @@ from common.wire.messages import (
     Welcome,
 )
 from common.wire.packing import Replies, Requests
-from common.wire.transport import Dealer, Router, address, now_ns, prepare_run_dir
+from common.wire.transport import Dealer, Router, now_ns
 from gateway.client import Ledger, OpenRequest, Options
 from gateway.model_requests import EmbeddingRequest, Limits, LocalRequest, Outcome, read_request
 from gateway.routes import openai
@@ -317,7 +318,7 @@ def _gateway(run_dir: str, number: int, counts: Counts, most_together: int) -> N
         for num_requests in range(1, most_together + 1)
     }
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = Dealer(context, address(run_dir, "gateways"), f"g{number}")
+    dealer = Dealer(context, RunDir(run_dir).address("gateways"), f"g{number}")
     while not isinstance(message := dealer.receive(), Ping) or not message.workers_ready:
         dealer.send(Join(PROTOCOL_VERSION, f"gateway-{number}", os.getpid()))
         dealer.socket.poll(100)
@@ -364,7 +365,7 @@ def _gateway(run_dir: str, number: int, counts: Counts, most_together: int) -> N
 def _oracle(run_dir: str, facts: ModelFacts, counts: Counts) -> None:
     """A worker that answers at once."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = Dealer(context, address(run_dir, "workers"), "w")
+    dealer = Dealer(context, RunDir(run_dir).address("workers"), "w")
     rows = some_rows(NUM_GATEWAYS * OUTSTANDING)
     epoch: int | None = None
     next_beat_s = 0.0
@@ -392,7 +393,7 @@ def _relay(run_dir: str) -> None:
         zmq.backend.Socket.send(socket, frames[-1], _LAST)
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    gateways, workers = (Router(context, address(run_dir, side)) for side in ("gateways", "workers"))
+    gateways, workers = (Router(context, RunDir(run_dir).address(side)) for side in ("gateways", "workers"))
     ping = Ping(EPOCH, 1, 1, True)
     rows = some_rows(SEQUENCES)
     whole = np.ones(SEQUENCES, dtype=np.int32)
@@ -434,7 +435,7 @@ def _relay(run_dir: str) -> None:
 def _scheduler(run_dir: str, facts: ModelFacts, counts: Counts) -> None:
     """A stand-in for the scheduler behind a gateway: answers every request at once."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = Router(context, address(run_dir, "gateways"))
+    router = Router(context, RunDir(run_dir).address("gateways"))
     rows = some_rows(BULK_TEXTS, facts.dimensions)
     peers: set[bytes] = set()
     next_ping_s = 0.0
@@ -531,7 +532,7 @@ class Runner:
     @contextmanager
     def _processes(self) -> Iterator[tuple[str, Callable[..., int], Counts]]:
         run_dir = str(self._folder / f"run-{next(self._runs)}")
-        prepare_run_dir(run_dir)
+        RunDir(run_dir).prepare()
         counts = Counts(self._spawn.Value("q", 0), self._spawn.Value("q", 0))
         started: list[Any] = []
 
