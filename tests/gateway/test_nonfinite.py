@@ -16,7 +16,7 @@ ROUTES = [
     ("/v1/contextualizedembeddings", {"input": [["w8"], ["w5", "w6", "w7"]]}, 1, "input[1]"),
     ("/v2/embed", {"texts": ["w1", "w2"]}, 1, "texts[1]"),
     ("/embed", {"inputs": ["w1", "w2"]}, 1, "inputs[1]"),
-    ("/embed_all", {"inputs": ["w1", "w2"]}, 1, "inputs[1]"),
+    ("/embed_all", {"inputs": [[5, 6], [9]]}, 1, "inputs[1]"),
     ("/similarity", {"inputs": {"source_sentence": "w1", "sentences": ["w2"]}}, 1, "inputs.sentences[0]"),
     ("/v1/rerank", {"query": "w1", "documents": ["w5", "w5", "w6"]}, 1, "documents[2]"),
     ("/score", {"text_1": "w1", "text_2": "w6"}, 0, "text_2"),

@@ -171,6 +171,7 @@ async def test_what_clients_send_along_changes_no_vector(server: Running, extra:
         ("bge-m3", "BAAI/bge-m3", True),
         ("BAAI/bge-m3", "BAAI/bge-m3", True),
         ("baai/bge-m3", "BAAI/bge-m3", False),
+        ("BGE-M3", "BAAI/bge-m3", False),
         ("other/bge-m3", "BAAI/bge-m3", False),
         ("all-minilm-l6-v2", "all-MiniLM-L6-v2", False),
         ("a/b/all-MiniLM-L6-v2", "all-MiniLM-L6-v2", False),
@@ -431,6 +432,7 @@ async def test_a_model_whose_tokenizer_does_not_fit_is_not_served(
         ({"input": "w5 w6", "input_type": None}, W5_W6),
         ({"input": "w1 " * 20, "truncation": True}, [1, *[5] * 14, 2]),
         ({"input": "w1 " * 20, "truncation": True, "truncate": None}, [1, *[5] * 14, 2]),
+        ({"input": "w5 w6", "output_dtype": "float", "encoding_format": "float"}, W5_W6),
     ],
 )
 async def test_voyages_fields_say_what_goes_before_a_text_and_whether_it_is_cut(

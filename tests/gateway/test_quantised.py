@@ -117,6 +117,12 @@ async def test_voyages_types_are_numbers_or_base64_of_them(port: int, output_dty
     assert [np.frombuffer(row, NUMPY_TYPES[output_dtype]).tolist() for row in rows] == BY_TYPE[output_dtype]
 
 
+@pytest.mark.parametrize("encoding_format", ["base64_int8", "float"])
+async def test_a_type_is_said_in_one_place(port: int, encoding_format: str) -> None:
+    answer = await embed(port, {"input": TEXTS, "output_dtype": "int8", "encoding_format": encoding_format})
+    assert answer.refusal == (400, "invalid_value", "encoding_format")
+
+
 @pytest.mark.parametrize("types", [[name] for name in BY_TYPE] + [list(BY_TYPE), ["ubinary", "int8"]], ids="-".join)
 async def test_cohere_has_every_type_that_it_asks_for(port: int, types: list[str]) -> None:
     answer = await post(port, "/v2/embed", {"texts": TEXTS, "embedding_types": types})

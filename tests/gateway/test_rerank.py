@@ -106,7 +106,7 @@ async def test_jinas_clients_get_the_documents_that_they_ask_for(server: Running
     assert "data" not in answer.json
 
 
-@pytest.mark.parametrize("extra", [{"top_k": 1}, {"top_k": 1, "truncation": True}])
+@pytest.mark.parametrize("extra", [{"top_k": 1}, {"top_n": 1, "truncation": True}])
 async def test_voyages_clients_find_the_list_where_they_look(server: Running, extra: dict[str, object]) -> None:
     answer = await rerank(server.port, QUERY_AND_TWO | extra | {"return_documents": True})
     score = pytest.approx(sigmoid(7))
