@@ -9,35 +9,36 @@ import asyncio
 import dataclasses
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import openai
 import pytest
-from tokenizers import Tokenizer, processors
 
-from common.config import GatewayConfig
 from common.errors import Overloaded
-from common.metrics import Metrics
 from common.wire.messages import ModelFacts
-from gateway.app import Gateway
-from gateway.client import SchedulerClient
-from tests.fakes import DIMENSIONS, QUANTISING_FACTS, FakeWorker, RunningScheduler
+from tests.fakes import DIMENSIONS, QUANTISING_FACTS
 from tests.gateway.conftest import (
-    Serve,
+    ServeOracle,
     Stub,
     facts,
-    listening_socket,
     pytest_asyncio_loop_factories,
+    scoring,
     serve,
+    serve_oracle,
     server,
-    with_tokenizer,
+    vector,
 )
 
 # The fixtures and the hook of tests/gateway hold here, too.
-__all__ = ["Serve", "facts", "pytest_asyncio_loop_factories", "serve", "server"]
+__all__ = ["facts", "pytest_asyncio_loop_factories", "scoring", "serve", "serve_oracle", "server"]
 
 T = TypeVar("T")
+
+TEXTS = ["w5 w6", "w7"]
+IDS = ([1, 9, 10, 2], [1, 11, 2])
+VECTORS = np.stack([vector(ids) for ids in IDS])
+TOO_LONG = "w1 " * 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class HttpClients:
     asynchronous: openai.DefaultAsyncHttpxClient
 
 
-ServeOracle = Callable[[ModelFacts], Awaitable[int]]
+ServeQuantising = Callable[[ModelFacts], Awaitable[int]]
 
 
 @pytest.fixture(autouse=True)
@@ -66,26 +67,6 @@ def no_strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert looked_up == []
 
 
-@pytest.fixture(scope="session")
-def scoring(facts: ModelFacts, tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
-    """A cross-encoder with the same words: [CLS] query [SEP] document [SEP]."""
-    tokenizer = Tokenizer.from_file(f"{facts.folder}/tokenizer.json")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    return with_tokenizer(
-        facts,
-        tokenizer,
-        tmp_path_factory.mktemp("scoring"),
-        dimensions=1,
-        normalize=False,
-        tasks=["score"],
-        num_labels=1,
-        score_activation="sigmoid",
-        pair_template="pair",
-    )
-
-
 @pytest.fixture
 async def http_clients() -> AsyncIterator[HttpClients]:
     """What the openai package talks through, made here only to be closed again: those built on it never do that."""
@@ -95,32 +76,14 @@ async def http_clients() -> AsyncIterator[HttpClients]:
 
 
 @pytest.fixture
-async def serve_oracle(
-    run_dir: str,
-    start_scheduler: Callable[[], RunningScheduler],
-    start_worker: Callable[..., FakeWorker],
-    metrics: Metrics,
-) -> AsyncIterator[ServeOracle]:
+def serve_quantising(serve_oracle: ServeOracle) -> ServeQuantising:
     """Starts a gateway, a scheduler and an oracle worker, of a model that quantises; gives the port."""
-    (Path(run_dir) / "metrics").mkdir(parents=True)
-    start_scheduler()
-    client = SchedulerClient(run_dir, "gateway-0", metrics)
-    gateway = Gateway(GatewayConfig(run_dir=run_dir), [client], metrics)
 
     async def start(served: ModelFacts) -> int:
         quantising = dataclasses.replace(served, dimensions=DIMENSIONS, encodings=QUANTISING_FACTS.encodings)
-        start_worker(facts=quantising)
-        sock = listening_socket()
-        port: int = sock.getsockname()[1]
-        await gateway.start(sock)
-        async with asyncio.timeout(10):
-            while client.facts is None:
-                await asyncio.sleep(0.005)
-        await gateway.wait_loaded()
-        return port
+        return (await serve_oracle(quantising)).port
 
-    yield start
-    await gateway.close()
+    return start
 
 
 async def after_refusal(stub: Stub, answer: Awaitable[T]) -> T:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.wire.messages import ModelFacts
-from tests.clients.conftest import ServeOracle, after_refusal
+from tests.clients.conftest import IDS, TEXTS, TOO_LONG, VECTORS, ServeQuantising, after_refusal
 from tests.fakes import oracle_row
 from tests.gateway.conftest import Running, Serve, vector
 
@@ -21,10 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The `parse_obj` method is deprecated:DeprecationWarning"),
 ]
 
-TEXTS = ["w5 w6", "w7"]
-IDS = ([1, 9, 10, 2], [1, 11, 2])
-VECTORS = np.stack([vector(ids) for ids in IDS])
-TOO_LONG = "w1 " * 20
 
 Connect = Callable[[int], cohere.ClientV2]
 
@@ -80,9 +76,9 @@ async def test_inputs_and_dimensions_get_through(async_client: cohere.AsyncClien
 
 
 async def test_a_quantising_model_makes_every_type(
-    serve_oracle: ServeOracle, facts: ModelFacts, connect: Connect
+    serve_quantising: ServeQuantising, facts: ModelFacts, connect: Connect
 ) -> None:
-    client = connect(await serve_oracle(facts))
+    client = connect(await serve_quantising(facts))
     types = ["float", "int8", "uint8", "binary", "ubinary"]
     answer = await asyncio.to_thread(
         client.embed, model="tiny", input_type="search_document", texts=TEXTS, embedding_types=types

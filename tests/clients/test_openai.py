@@ -9,12 +9,8 @@ import numpy as np
 import openai
 import pytest
 
-from tests.clients.conftest import after_refusal
+from tests.clients.conftest import TEXTS, TOO_LONG, VECTORS, after_refusal
 from tests.gateway.conftest import Running, vector
-
-TEXTS = ["w5 w6", "w7"]
-VECTORS = np.stack([vector([1, 9, 10, 2]), vector([1, 11, 2])])
-TOO_LONG = "w1 " * 20
 
 
 @pytest.fixture

@@ -17,14 +17,12 @@ import perplexity
 import pytest
 
 from common.wire.messages import ModelFacts
-from tests.clients.conftest import ServeOracle, after_refusal
+from tests.clients.conftest import IDS, TEXTS, ServeQuantising, after_refusal
 from tests.fakes import oracle_row
 from tests.gateway.conftest import Running, Serve, vector
 
 MODEL = "pplx-embed-v1-0.6b"
 CONTEXT_MODEL = "pplx-embed-context-v1-0.6b"
-TEXTS = ["w5 w6", "w7"]
-IDS = ([1, 9, 10, 2], [1, 11, 2])
 
 Connect = Callable[[int], perplexity.Perplexity]
 
@@ -49,9 +47,9 @@ async def server(serve: Serve, facts: ModelFacts) -> Running:
 
 @pytest.mark.parametrize(("encoding_format", "encoding"), [("base64_int8", "int8"), ("base64_binary", "binary")])
 async def test_texts_become_their_bytes(
-    serve_oracle: ServeOracle, facts: ModelFacts, connect: Connect, encoding_format: str, encoding: str
+    serve_quantising: ServeQuantising, facts: ModelFacts, connect: Connect, encoding_format: str, encoding: str
 ) -> None:
-    client = connect(await serve_oracle(dataclasses.replace(facts, name=MODEL)))
+    client = connect(await serve_quantising(dataclasses.replace(facts, name=MODEL)))
     answer = await asyncio.to_thread(
         client.embeddings.create, model=MODEL, input=TEXTS, encoding_format=encoding_format
     )
@@ -60,8 +58,10 @@ async def test_texts_become_their_bytes(
     assert (answer.model, answer.usage.total_tokens) == (MODEL, 7)
 
 
-async def test_chunks_become_their_bytes(serve_oracle: ServeOracle, facts: ModelFacts, connect: Connect) -> None:
-    client = connect(await serve_oracle(dataclasses.replace(facts, name=CONTEXT_MODEL, separator_id=2)))
+async def test_chunks_become_their_bytes(
+    serve_quantising: ServeQuantising, facts: ModelFacts, connect: Connect
+) -> None:
+    client = connect(await serve_quantising(dataclasses.replace(facts, name=CONTEXT_MODEL, separator_id=2)))
     answer = await asyncio.to_thread(
         client.contextualized_embeddings.create,
         model=CONTEXT_MODEL,

@@ -10,14 +10,9 @@ import voyageai
 import voyageai.error
 
 from common.wire.messages import ModelFacts
-from tests.clients.conftest import ServeOracle, after_refusal
+from tests.clients.conftest import IDS, TEXTS, TOO_LONG, VECTORS, ServeQuantising, after_refusal
 from tests.fakes import oracle_row
 from tests.gateway.conftest import Running, Serve, vector
-
-TEXTS = ["w5 w6", "w7"]
-IDS = ([1, 9, 10, 2], [1, 11, 2])
-VECTORS = np.stack([vector(ids) for ids in IDS])
-TOO_LONG = "w1 " * 20
 
 
 def connect(port: int, max_retries: int = 0) -> voyageai.Client:
@@ -44,8 +39,8 @@ async def test_a_query_has_its_prompt_and_what_is_too_long_is_cut(server: Runnin
     np.testing.assert_allclose(cut.embeddings, [vector([1, *[5] * 14, 2])], rtol=1e-6)
 
 
-async def test_a_quantising_model_makes_every_type(serve_oracle: ServeOracle, facts: ModelFacts) -> None:
-    client = connect(await serve_oracle(facts))
+async def test_a_quantising_model_makes_every_type(serve_quantising: ServeQuantising, facts: ModelFacts) -> None:
+    client = connect(await serve_quantising(facts))
 
     async def embed(output_dtype: str) -> list[list[int]]:
         answer = await asyncio.to_thread(client.embed, TEXTS, model="tiny", output_dtype=output_dtype)

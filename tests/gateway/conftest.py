@@ -8,6 +8,7 @@ import hashlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,14 @@ from common.errors import Overloaded, ServiceError
 from common.metrics import Metrics
 from common.wire.messages import ModelFacts
 from gateway.app import Gateway
+from gateway.client import SchedulerClient
 from gateway.edge.auth import Key, KeyCheck
 from gateway.open_request import Embedded, Options
 from gateway.status import Readiness
-from tests.fakes import FACTS
+from gateway.threads import Threads
+from tests.fakes import FACTS, FakeWorker, RunningScheduler
+
+T = TypeVar("T")
 
 DIMENSIONS = 12
 MAX_TOKENS = 16
@@ -134,6 +139,15 @@ class Running:
 
 
 Serve = Callable[..., Awaitable[Running]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    port: int
+    worker: FakeWorker
+
+
+ServeOracle = Callable[..., Awaitable[Oracle]]
 
 
 @pytest.fixture(scope="session")
@@ -254,6 +268,44 @@ async def serve(facts: ModelFacts, metrics: Metrics, run_dir: str) -> AsyncItera
     yield start
     for gateway in running:
         await gateway.close()
+
+
+@pytest.fixture
+async def serve_oracle(
+    run_dir: str,
+    start_scheduler: Callable[[], RunningScheduler],
+    start_worker: Callable[..., FakeWorker],
+    metrics: Metrics,
+) -> AsyncIterator[ServeOracle]:
+    """Starts a gateway, the real scheduler and an oracle worker; arguments beside the facts are the worker's."""
+    gateways: list[Gateway] = []
+
+    async def start(served: ModelFacts, **of_worker: object) -> Oracle:
+        (Path(run_dir) / "metrics").mkdir(parents=True, exist_ok=True)
+        start_scheduler()
+        worker = start_worker(facts=served, **of_worker)
+        client = SchedulerClient(run_dir, "gateway-0", metrics)
+        gateways.append(Gateway(GatewayConfig(run_dir=run_dir), [client], metrics))
+        sock = listening_socket()
+        port: int = sock.getsockname()[1]
+        await gateways[0].start(sock)
+        async with asyncio.timeout(10):
+            while client.facts is None:
+                await asyncio.sleep(0.005)
+        await gateways[0].wait_loaded()
+        return Oracle(port, worker)
+
+    yield start
+    for gateway in gateways:
+        await gateway.close()
+
+
+class CountingThreads(Threads):
+    num_runs = 0
+
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        self.num_runs += 1
+        return super().run(function)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -44,9 +44,20 @@ class _Taken(asyncio.Protocol):
         self._transports.remove(self._transport)
 
 
-async def connect(port: int, count: int) -> list[socket.socket]:
-    """So many connections that have waited for somebody to accept them, all at once."""
-    return [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+Connect = Callable[["Counting", int], Awaitable[None]]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Makes so many connections that wait for somebody to accept them, all at once; they end with the test."""
+    clients: list[socket.socket] = []
+
+    async def connect(one: Counting, count: int) -> None:
+        clients.extend(socket.create_connection(("127.0.0.1", port_of(one))) for _ in range(count))
+
+    yield connect
+    for client in clients:
+        client.close()
 
 
 async def taken(counted: list[Counting], number: int) -> None:
@@ -55,8 +66,11 @@ async def taken(counted: list[Counting], number: int) -> None:
             await asyncio.sleep(0.001)
 
 
+Start = Callable[[int], "list[Counting]"]
+
+
 @pytest.fixture
-async def gateways(tmp_path: Path) -> AsyncIterator[Callable[..., list[Counting]]]:
+async def gateways(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts so many that wait for one socket, as they inherit it."""
     started: list[Counting] = []
 
@@ -75,47 +89,37 @@ def port_of(one: Counting) -> int:
     return int(one.acceptor._sock.getsockname()[1])
 
 
-async def test_connections_that_come_at_once_are_shared_evenly(gateways: Callable[..., list[Counting]]) -> None:
+async def test_connections_that_come_at_once_are_shared_evenly(gateways: Start, connect: Connect) -> None:
     counted = gateways(4)
-    clients = await connect(port_of(counted[0]), 40)
+    await connect(counted[0], 40)
     await taken(counted, 40)
 
     assert [len(one.transports) for one in counted] == [10] * 4
 
-    for client in clients:
-        client.close()
 
-
-async def test_connections_that_come_one_by_one_are_shared_evenly(gateways: Callable[..., list[Counting]]) -> None:
+async def test_connections_that_come_one_by_one_are_shared_evenly(gateways: Start, connect: Connect) -> None:
     counted = gateways(3)
-    clients = []
     for number in range(1, 13):
-        clients += await connect(port_of(counted[0]), 1)
+        await connect(counted[0], 1)
         await taken(counted, number)
 
     assert [len(one.transports) for one in counted] == [4] * 3
 
-    for client in clients:
-        client.close()
 
-
-async def test_who_is_busy_gets_no_more_than_a_moment(gateways: Callable[..., list[Counting]]) -> None:
+async def test_who_is_busy_gets_no_more_than_a_moment(gateways: Start, connect: Connect) -> None:
     counted = gateways(2)
-    clients = await connect(port_of(counted[0]), 2)
+    await connect(counted[0], 2)
     await taken(counted, 2)
     counted[1].acceptor._loop.remove_reader(counted[1].acceptor._sock)  # it has other things to do
 
-    clients += await connect(port_of(counted[0]), 3)
+    await connect(counted[0], 3)
     await taken(counted, 5)
 
     assert [len(one.transports) for one in counted] == [4, 1]
 
-    for client in clients:
-        client.close()
-
 
 async def test_who_is_gone_without_a_word_is_waited_for_some_times_and_no_more(
-    tmp_path: Path, gateways: Callable[..., list[Counting]]
+    tmp_path: Path, gateways: Start, connect: Connect
 ) -> None:
     gone = ConnectionCounts(str(tmp_path), 1)
     gone.least_of_others(0)
@@ -123,42 +127,34 @@ async def test_who_is_gone_without_a_word_is_waited_for_some_times_and_no_more(
     waits: list[float] = []
     later = counted.acceptor._later
     counted.acceptor._later = lambda delay_s, what: (waits.append(delay_s), later(delay_s, what))[1]  # type: ignore[method-assign]
-    clients = await connect(port_of(counted), 100)
+    await connect(counted, 100)
     await taken([counted], 100)
     assert waits == [0.001] * 64  # the first of them finds both with none
 
     gone.least_of_others(2)  # it is back
-    clients += await connect(port_of(counted), 1)
+    await connect(counted, 1)
     await taken([counted], 101)
     assert waits == [0.001] * 65
-
-    for client in clients:
-        client.close()
     gone.close()
 
 
-async def test_an_answer_does_not_wait_for_more_of_it(gateways: Callable[..., list[Counting]]) -> None:
+async def test_an_answer_does_not_wait_for_more_of_it(gateways: Start, connect: Connect) -> None:
     [counted] = gateways(1)
-    [client] = await connect(port_of(counted), 1)
+    await connect(counted, 1)
     await taken([counted], 1)
 
     accepted = counted.transports[0].get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
-    client.close()
 
-
-async def test_what_waits_when_a_gateway_stops_is_for_the_others(gateways: Callable[..., list[Counting]]) -> None:
+async def test_what_waits_when_a_gateway_stops_is_for_the_others(gateways: Start, connect: Connect) -> None:
     stopped, other = gateways(2)
-    clients = await connect(port_of(other), 3)
+    await connect(other, 3)
     await stopped.close()
     await stopped.close()  # once more does nothing
     await taken([other], 3)
 
     assert (len(stopped.transports), len(other.transports)) == (0, 3)
-
-    for client in clients:
-        client.close()
 
 
 def test_a_gateway_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
@@ -193,15 +189,14 @@ class Exhausted(socket.socket):
 
 
 async def test_without_descriptors_connections_wait_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     sock = listening_socket()
     counted = Counting(Exhausted(fileno=sock.detach()), tmp_path)
     with caplog.at_level(logging.ERROR):
-        [client] = await connect(port_of(counted), 1)
+        await connect(counted, 1)
         await taken([counted], 1)
 
     assert [record.getMessage() for record in caplog.records] == ["no connection can be accepted: Too many open files"]
 
     await counted.close()
-    client.close()

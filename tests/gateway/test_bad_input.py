@@ -10,23 +10,20 @@ import asyncio
 import dataclasses
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common.config import GatewayConfig
 from common.metrics import Metrics
 from common.wire.codec import Message
 from common.wire.messages import Batch, BatchFailed, ModelFacts, Result
-from gateway.app import Gateway
-from gateway.client import SchedulerClient
 from gateway.edge.auth import KeyCheck, known_keys
 from tests.fakes import DIMENSIONS as ORACLE_DIMENSIONS
-from tests.fakes import FakeWorker, RunningScheduler, oracle_result
+from tests.fakes import FakeWorker, oracle_result
 from tests.gateway.bad_input import PAGE, Case, found_at, page, read_table
-from tests.gateway.conftest import VOCAB_SIZE, Running, Serve, Stub, listening_socket
+from tests.gateway.conftest import VOCAB_SIZE, Running, Serve, ServeOracle, Stub
 from tests.gateway.wire import Answer, Wire, ask, embed, request_bytes
 
 CANARY = "canary-7f3a"  # stands in many of the requests, and may stand in no answer
@@ -71,12 +68,10 @@ class Stage:
     facts: ModelFacts
     scoring: ModelFacts
     answering: ModelFacts
-    start_scheduler: Callable[[], RunningScheduler]
+    serve_oracle: ServeOracle
     start_worker: Callable[..., FakeWorker]
-    run_dir: str
     metrics: Metrics
     tmp_path: Path
-    gateways: list[Gateway] = dataclasses.field(default_factory=list)  # that are closed after the test
 
     # --- before a stand-in ---
 
@@ -245,22 +240,10 @@ class Stage:
         released: threading.Event | None = None,
     ) -> Scene:
         """Before a scheduler and a worker, which is added to `workers`."""
-        self.start_scheduler()
-        facts = facts or self._oracle()
-        worker = self.start_worker(facts=facts, answer=answer, released=released)
+        oracle = await self.serve_oracle(facts or self._oracle(), answer=answer, released=released)
         if workers is not None:
-            workers.append(worker)
-        client = SchedulerClient(self.run_dir, "gateway-0", self.metrics)
-        gateway = Gateway(GatewayConfig(run_dir=self.run_dir), [client], self.metrics)
-        self.gateways.append(gateway)
-        sock = listening_socket()
-        port = sock.getsockname()[1]
-        await gateway.start(sock)
-        async with asyncio.timeout(10):
-            while client.facts is None:
-                await asyncio.sleep(0.005)
-        await gateway.wait_loaded()
-        return Scene(port)
+            workers.append(oracle.worker)
+        return Scene(oracle.port)
 
     def _oracle(self, max_batch_tokens: int = 64) -> ModelFacts:
         return dataclasses.replace(self.facts, dimensions=ORACLE_DIMENSIONS, max_batch_tokens=max_batch_tokens)
@@ -275,21 +258,17 @@ def _of(running: Running) -> Scene:
 
 
 @pytest.fixture
-async def stage(
+def stage(
     serve: Serve,
     facts: ModelFacts,
     scoring: ModelFacts,
     answering: ModelFacts,
-    start_scheduler: Callable[[], RunningScheduler],
+    serve_oracle: ServeOracle,
     start_worker: Callable[..., FakeWorker],
-    run_dir: str,
     metrics: Metrics,
     tmp_path: Path,
-) -> AsyncIterator[Stage]:
-    stage = Stage(serve, facts, scoring, answering, start_scheduler, start_worker, run_dir, metrics, tmp_path)
-    yield stage
-    for gateway in stage.gateways:
-        await gateway.close()
+) -> Stage:
+    return Stage(serve, facts, scoring, answering, serve_oracle, start_worker, metrics, tmp_path)
 
 
 def _marked(case: Case) -> object:
@@ -398,6 +377,6 @@ async def test_a_token_that_the_model_has_no_vector_for_is_the_error_of_its_own_
     running = await serve(served=dataclasses.replace(facts, vocab_size=VOCAB_SIZE - 1))
     good = [embed(running.port, {"input": f"w{index}"}) for index in range(8)]
     bad, *others = await asyncio.gather(embed(running.port, {"input": inputs}), *good)
-    assert (bad.status, bad.error["code"], bad.error["param"]) == (400, "invalid_token_id", param)
+    assert bad.refusal == (400, "invalid_token_id", param)
     assert bad.error["message"] == f"{param} holds the token w59, which this model has no vector for."
     assert [answer.status for answer in others] == [200] * 8

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.edge import cors
 from tests.gateway.conftest import Serve
-from tests.gateway.wire import Answer, Wire, ask, embed
+from tests.gateway.wire import Wire, answer_to, ask, embed
 
 PAGE = "https://app.example.org"
 OTHER = "https://other.example.org"
@@ -151,14 +151,6 @@ async def test_a_page_may_send_the_headers_that_it_asks_for_by_name(serve: Serve
 # --- what is refused before it is a request ---
 
 
-async def refusal(port: int, sent: bytes) -> Answer:
-    wire = await Wire.connect(port)
-    await wire.send(sent)
-    answer = await wire.answer()
-    await wire.close()
-    return answer
-
-
 def refused_by_us(line: str, *lines: str) -> bytes:
     """A request that the parser takes and we do not."""
     return "\r\n".join((line, "Host: x", *lines, "", "")).encode()
@@ -178,7 +170,7 @@ LONG = [f"X-{index}: " + "a" * 16_000 for index in range(5)]
 )
 async def test_a_page_may_read_why_its_header_was_refused(serve: Serve, sent: tuple[str, ...], status: int) -> None:
     running = await serve(cors_origins=PAGE)
-    answer = await refusal(running.port, refused_by_us(*sent, f"Origin: {PAGE}", "X-Request-Id: of-the-page"))
+    answer = await answer_to(running.port, refused_by_us(*sent, f"Origin: {PAGE}", "X-Request-Id: of-the-page"))
     assert (answer.status, answer.headers["x-request-id"]) == (status, "of-the-page")
     assert (answer.headers["access-control-allow-origin"], answer.headers["vary"]) == (PAGE, "Origin")
 
@@ -186,19 +178,19 @@ async def test_a_page_may_read_why_its_header_was_refused(serve: Serve, sent: tu
 async def test_another_page_may_not_and_its_request_id_must_be_fit_for_a_header(serve: Serve) -> None:
     running = await serve(cors_origins=PAGE)
     sent = refused_by_us("GET /health HTTP/2.0", f"Origin: {OTHER}", "X-Request-Id: a\tb")
-    answer = await refusal(running.port, sent)
+    answer = await answer_to(running.port, sent)
     assert (answer.status, allowances(answer.headers), answer.headers["vary"]) == (505, [], "Origin")
     assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
 async def test_with_every_page_allowed_any_page_may_read_what_is_no_answer_to_a_request(serve: Serve) -> None:
     running = await serve(cors_origins="*", max_connections=1)
-    answer = await refusal(running.port, b"no HTTP\r\n\r\n")
+    answer = await answer_to(running.port, b"no HTTP\r\n\r\n")
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (400, "*")
     first = await Wire.connect(running.port)
     await first.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     await first.answer()
-    full = await refusal(running.port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    full = await answer_to(running.port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     assert (full.status, full.headers["access-control-allow-origin"]) == (503, "*")
     assert "Retry-After" in full.headers["access-control-expose-headers"]
     await first.close()

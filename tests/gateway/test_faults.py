@@ -11,24 +11,23 @@ import time
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from tokenizers import Tokenizer, models
 
-from common.errors import InternalError, NonfiniteOutput, Overloaded
+from common.errors import InternalError, Overloaded
 from common.model_location import find_model
 from common.wire.messages import ModelFacts
-from gateway.open_request import Embedded, Options
-from tests.gateway.conftest import DIMENSIONS, Running, Serve, Stub, vector, with_tokenizer
+from tests.gateway.conftest import DIMENSIONS, Running, Serve, vector, with_tokenizer
 from tests.gateway.wire import ask, embed
 from tests.timing import assert_in_time
 
 W5_W6 = [1, 9, 10, 2]
 
 
+@pytest.mark.parametrize("name", ["dimensions", "output_dimension"])
 @pytest.mark.parametrize("dimensions", [1, 3, DIMENSIONS])
-async def test_fewer_dimensions_are_of_unit_length_in_both_formats(server: Running, dimensions: int) -> None:
-    body = {"input": "w5 w6", "dimensions": dimensions}
+async def test_fewer_dimensions_are_of_unit_length_in_both_formats(server: Running, dimensions: int, name: str) -> None:
+    body = {"input": "w5 w6", name: dimensions}
 
     floats = (await embed(server.port, body)).json["data"][0]["embedding"]
     encoded = (await embed(server.port, body | {"encoding_format": "base64"})).json["data"][0]["embedding"]
@@ -59,42 +58,6 @@ async def test_what_is_this_servers_fault_is_in_its_log_with_its_cause_under_the
     ]
     assert "WordLevel error" in str(logged[0].exc_info)
     assert not logged[1].exc_info
-
-
-async def test_a_partial_request_is_bounded_by_what_runs_again_and_not_by_what_is_wrong(server: Running) -> None:
-    class Failing(Stub):
-        async def submit(self, sequences: list[npt.NDArray[np.int32]], options: Options, **rest: object) -> Embedded:
-            embedded = await super().submit(sequences, options, **rest)
-            for index, sequence in enumerate(sequences):
-                if 13 in sequence.tolist():  # w9
-                    raise NonfiniteOutput("It failed.", sequence=index)
-            return embedded
-
-    server.stub.__class__ = Failing
-    answer = await embed(server.port, {"input": ["w1", "w9", *[""] * 200], "partial": True})
-    assert (answer.status, len(answer.json["data"]), len(answer.json["errors"])) == (200, 1, 201)
-    assert len(server.stub.submitted) == 2
-
-
-@pytest.mark.parametrize(
-    ("inputs", "good", "message"),
-    [
-        ([[1, 4, 2], "w1"], 0, "input[1] must be a list of token ids, as input[0] is."),
-        ([None, [4]], 1, "input[0] must be a list of token ids, as input[1] is."),
-        ([[4], 5], 0, "input[1] must be a list of token ids, as input[0] is."),
-        ([None, "w1"], 1, "input[0] must be a string."),
-        (["w1", [4]], 0, "input[1] must be a string."),
-    ],
-    ids=repr,
-)
-async def test_an_input_of_another_kind_fails_alone_in_a_partial_request(
-    server: Running, inputs: list[object], good: int, message: str
-) -> None:
-    answer = await embed(server.port, {"input": inputs, "partial": True})
-    assert answer.status == 200, answer.body
-    [row], [failed] = answer.json["data"], answer.json["errors"]
-    assert (row["index"], failed["index"]) == (good, 1 - good)
-    assert (failed["error"]["code"], failed["error"]["message"]) == ("invalid_type", message)
 
 
 @pytest.fixture
@@ -135,7 +98,7 @@ async def test_texts_of_megabytes_hold_up_neither_health_nor_short_texts(serve: 
     assert [answer.status for answer in answers] == [200] * 6
     sent = [row["sequences"] for row in running.stub.submitted if len(row["sequences"]) == 2]
     assert [len(sequences[0]) for sequences in sent[:3]] == [256, 3, 256]  # a word of a million letters is unknown
-    assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "input_too_long", "input[1]")
+    assert refused.refusal == (400, "input_too_long", "input[1]")
     assert_in_time(long_s, 10)
     assert_in_time(float(np.percentile(health_s, 99)), 0.2)
     assert_in_time(max(short_s), 2.0)

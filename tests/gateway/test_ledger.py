@@ -25,7 +25,7 @@ SECOND = 1_000_000_000
 
 
 class Wire:
-    """What a ledger sent; it can be cut. What travels together is looked at request by request."""
+    """The messages of a ledger, as they leave; it can be cut."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -34,14 +34,25 @@ class Wire:
 
     def send(self, message: Message) -> bool:
         if not self.cut:
-            self.sent += message.each() if isinstance(message, Requests) else [message]
+            self.sent.append(message)
         return not self.cut
 
     def requests(self) -> list[Request]:
+        """One by one, those that wait to leave too; they are taken off the record."""
         self.flush()
-        taken = [message for message in self.sent if isinstance(message, Request)]
-        self.sent = [message for message in self.sent if not isinstance(message, Request)]
-        return taken
+        messages = self.sent
+        self.sent = [message for message in messages if not isinstance(message, Request | Requests)]
+        return [request for message in messages for request in _requests_of(message)]
+
+    def num_tokens(self) -> list[list[int]]:
+        """The tokens of each request of each message; the messages are taken off the record."""
+        messages, self.sent = self.sent, []
+        return [[len(request.token_ids) for request in _requests_of(message)] for message in messages]
+
+
+def _requests_of(message: Message) -> list[Request]:
+    messages = message.each() if isinstance(message, Requests) else [message]
+    return [one for one in messages if isinstance(one, Request)]
 
 
 def make_open(*lengths: int) -> OpenRequest:
@@ -120,7 +131,7 @@ async def test_a_sequence_with_more_spans_than_a_result_holds_is_refused(ledger:
     )
     with pytest.raises(InvalidRequest, match=r"5 parts.*at most 4") as raised:
         ledger.open(entry, 0)
-    assert raised.value.param == "input[1]"
+    assert raised.value.sequence == 1
     assert (wire.requests(), ledger.num_pieces) == ([], 0)
 
 
@@ -385,45 +396,21 @@ async def test_readiness_follows_the_schedulers_status(ledger: Ledger, status: P
 # --- what leaves together ---
 
 
-class Sent:
-    """The messages of a ledger, as they leave; it can be cut."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.cut = False
-
-    def send(self, message: Message) -> bool:
-        if not self.cut:
-            self.messages.append(message)
-        return not self.cut
-
-    def num_tokens(self) -> list[list[int]]:
-        """Of each message with requests the tokens of each; the messages are taken off the record."""
-        messages, self.messages = self.messages, []
-        requests = [message.each() if isinstance(message, Requests) else [message] for message in messages]
-        return [[len(request.token_ids) for request in each if isinstance(request, Request)] for each in requests]
-
-
 @pytest.fixture
-def sent() -> Sent:
-    return Sent()
-
-
-@pytest.fixture
-def roomy(sent: Sent, metrics: Metrics) -> Ledger:
+def roomy(wire: Wire, metrics: Metrics) -> Ledger:
     """A ledger that has joined, whose pieces have at most 2000 tokens."""
-    ledger = Ledger("gateway-0", sent.send, metrics, now_ns=0)
+    ledger = Ledger("gateway-0", wire.send, metrics, now_ns=0)
     ledger.on_message(Welcome(1, 7, True, FACTS, 2000, 10**6), 0)
     return ledger
 
 
-async def test_requests_that_are_opened_before_the_next_flush_leave_in_one_message(roomy: Ledger, sent: Sent) -> None:
+async def test_requests_that_are_opened_before_the_next_flush_leave_in_one_message(roomy: Ledger, wire: Wire) -> None:
     entries = [make_open(3), make_open(4, 5), make_open(6)]
     for entry in entries:
         roomy.open(entry, 0)
-    assert sent.messages == []
+    assert wire.sent == []
     roomy.flush()
-    (message,) = sent.messages
+    (message,) = wire.sent
     assert isinstance(message, Requests)
     requests = list(message.each())
     assert [request.lengths.tolist() for request in requests] == [[3], [4, 5], [6]]
@@ -434,31 +421,31 @@ async def test_requests_that_are_opened_before_the_next_flush_leave_in_one_messa
         assert (await entry.future).rows.tolist() == [[request.request_id] * 2] * len(request.lengths)
 
 
-async def test_a_request_that_is_alone_leaves_as_one(roomy: Ledger, sent: Sent) -> None:
+async def test_a_request_that_is_alone_leaves_as_one(roomy: Ledger, wire: Wire) -> None:
     roomy.open(make_open(3), 0)
     roomy.flush()
     roomy.flush()
-    assert [type(message) for message in sent.messages] == [Request]
+    assert [type(message) for message in wire.sent] == [Request]
 
 
 async def test_a_long_request_leaves_at_once_and_overtakes_none_that_was_opened_before_it(
-    roomy: Ledger, sent: Sent
+    roomy: Ledger, wire: Wire
 ) -> None:
     for num_tokens in (3, 4, 1025, 5):
         roomy.open(make_open(num_tokens), 0)
-    assert sent.num_tokens() == [[3, 4], [1025]]
+    assert wire.num_tokens() == [[3, 4], [1025]]
     roomy.flush()
-    assert sent.num_tokens() == [[5]]
+    assert wire.num_tokens() == [[5]]
 
 
-async def test_no_more_leave_together_than_a_message_should_have(roomy: Ledger, sent: Sent) -> None:
+async def test_no_more_leave_together_than_a_message_should_have(roomy: Ledger, wire: Wire) -> None:
     for num_tokens in [1000] * 5 + [1] * 70:
         roomy.open(make_open(num_tokens), 0)
     roomy.flush()
-    assert sent.num_tokens() == [[1000] * 4, [1000, *[1] * 63], [1] * 7]
+    assert wire.num_tokens() == [[1000] * 4, [1000, *[1] * 63], [1] * 7]
 
 
-async def test_one_that_is_closed_before_it_leaves_makes_room_for_others(roomy: Ledger, sent: Sent) -> None:
+async def test_one_that_is_closed_before_it_leaves_makes_room_for_others(roomy: Ledger, wire: Wire) -> None:
     closed = [make_open(1000) for _ in range(3)]
     for request in closed:
         roomy.open(request, 0)
@@ -467,18 +454,18 @@ async def test_one_that_is_closed_before_it_leaves_makes_room_for_others(roomy: 
     for _ in range(4):
         roomy.open(make_open(1000), 0)
     roomy.flush()
-    assert sent.num_tokens() == [[1000] * 4]
+    assert wire.num_tokens() == [[1000] * 4]
 
 
-async def test_requests_for_two_models_do_not_leave_together(roomy: Ledger, sent: Sent) -> None:
+async def test_requests_for_two_models_do_not_leave_together(roomy: Ledger, wire: Wire) -> None:
     for fingerprint in ("f1", "f1", "f2", "f2"):
         options = dataclasses.replace(make_options(2), fingerprint=fingerprint)
         roomy.open(OpenRequest.of(sequences(3), options), 0)
     roomy.flush()
-    assert [message.fingerprint for message in sent.messages if isinstance(message, Requests)] == ["f1", "f2"]
+    assert [message.fingerprint for message in wire.sent if isinstance(message, Requests)] == ["f1", "f2"]
 
 
-async def test_requests_with_spans_types_or_a_trace_leave_by_themselves(roomy: Ledger, sent: Sent) -> None:
+async def test_requests_with_spans_types_or_a_trace_leave_by_themselves(roomy: Ledger, wire: Wire) -> None:
     traced = dataclasses.replace(make_options(2), trace=RequestTrace())
     roomy.open(make_open(2), 0)
     roomy.open(OpenRequest.of(sequences(3), make_options(2), spans=[make_spans((0, 1), (1, 3))]), 0)
@@ -487,44 +474,44 @@ async def test_requests_with_spans_types_or_a_trace_leave_by_themselves(roomy: L
     roomy.open(make_open(6), 0)
     roomy.open(make_open(7), 0)
     roomy.flush()
-    assert sent.num_tokens() == [[2], [3], [4], [5], [6, 7]]
+    assert wire.num_tokens() == [[2], [3], [4], [5], [6, 7]]
 
 
-async def test_a_request_that_is_closed_before_it_leaves_never_does(roomy: Ledger, sent: Sent) -> None:
+async def test_a_request_that_is_closed_before_it_leaves_never_does(roomy: Ledger, wire: Wire) -> None:
     entries = [make_open(3), make_open(4), make_open(5)]
     for entry in entries:
         roomy.open(entry, 0)
     roomy.close(entries[1])
     roomy.flush()
-    assert sent.num_tokens() == [[3, 5]]
+    assert wire.num_tokens() == [[3, 5]]
     roomy.close(entries[2])
-    assert [type(message) for message in sent.messages] == [Cancel]
+    assert [type(message) for message in wire.sent] == [Cancel]
 
 
-async def test_requests_that_could_not_be_sent_together_are_all_sent_again(roomy: Ledger, sent: Sent) -> None:
+async def test_requests_that_could_not_be_sent_together_are_all_sent_again(roomy: Ledger, wire: Wire) -> None:
     for num_tokens in (3, 4):
         roomy.open(make_open(num_tokens), 0)
-    sent.cut = True
+    wire.cut = True
     roomy.flush()
-    sent.cut = False
+    wire.cut = False
     roomy.on_tick(SECOND // 4)
-    assert sent.messages == [Beat(7, 0)]
+    assert wire.sent == [Beat(7, 0)]
     roomy.flush()
-    assert sent.num_tokens() == [[], [3, 4]]
+    assert wire.num_tokens() == [[], [3, 4]]
 
 
 async def test_a_new_scheduler_is_sent_what_is_held_together_and_one_that_is_closed_meanwhile_is_taken_back(
-    roomy: Ledger, sent: Sent
+    roomy: Ledger, wire: Wire
 ) -> None:
     entries = [make_open(3), make_open(4)]
     for entry in entries:
         roomy.open(entry, 0)
     roomy.flush()
-    sent.messages.clear()
+    wire.sent.clear()
     roomy.on_message(Welcome(1, 8, True, FACTS, 2000, 10**6), 0)
     roomy.close(entries[0])
     roomy.flush()
-    cancel, request = sent.messages
+    cancel, request = wire.sent
     assert isinstance(cancel, Cancel)  # this scheduler may be one that has had it
     assert isinstance(request, Request)
     assert (request.lengths.tolist(), request.opens) == ([4], False)

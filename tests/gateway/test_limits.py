@@ -33,7 +33,7 @@ MIB = 1024 * 1024
 HELD_BYTES = 117_648  # 85 % of it are 100,000
 
 
-async def answer_to(port: int, sent: bytes) -> Answer:
+async def settled(port: int, sent: bytes) -> Answer:
     """The answer to these bytes; where it says that the connection closes, it does, else it serves on."""
     wire = await Wire.connect(port)
     await wire.send(sent)
@@ -47,6 +47,11 @@ async def answer_to(port: int, sent: bytes) -> Answer:
     return answer
 
 
+async def until_held(running: Running, num_bytes: int) -> None:
+    while running.gateway._memory.num_bytes != num_bytes:
+        await asyncio.sleep(0.001)
+
+
 def told(answer: Answer) -> tuple[int, str | None, bool]:
     """Status, code of the error, and whether the connection closes."""
     code = None if answer.status == 200 else str(answer.error["code"])
@@ -54,30 +59,6 @@ def told(answer: Answer) -> tuple[int, str | None, bool]:
 
 
 # --- the header ---
-
-
-async def test_a_target_of_4096_bytes_is_read_and_one_of_4097_is_414(server: Running) -> None:
-    def of(num_bytes: int) -> bytes:
-        return request_bytes("GET", "/health?".ljust(num_bytes, "a"))
-
-    assert told(await answer_to(server.port, of(4096))) == (200, None, False)
-    assert told(await answer_to(server.port, of(4097))) == (414, "header_too_large", True)
-
-
-async def test_a_header_value_of_16384_bytes_is_read_and_one_of_16385_is_431(server: Running) -> None:
-    def of(num_bytes: int) -> bytes:
-        return request_bytes("GET", "/health", headers={"X": "a" * num_bytes})
-
-    assert told(await answer_to(server.port, of(16_384))) == (200, None, False)
-    assert told(await answer_to(server.port, of(16_385))) == (431, "header_too_large", True)
-
-
-async def test_a_header_of_100_lines_is_read_and_one_of_101_is_431(server: Running) -> None:
-    def of(num_lines: int) -> bytes:
-        return request_bytes("GET", "/health", headers={f"X-{index}": "a" for index in range(num_lines - 1)})
-
-    assert told(await answer_to(server.port, of(100))) == (200, None, False)
-    assert told(await answer_to(server.port, of(101))) == (431, "header_too_large", True)
 
 
 def header_of(num_bytes: int) -> bytes:
@@ -88,9 +69,38 @@ def header_of(num_bytes: int) -> bytes:
     return b"GET /health HTTP/1.1\r\n" + lines + b"\r\n"
 
 
-async def test_a_header_of_65536_bytes_is_read_and_one_of_65537_is_431(server: Running) -> None:
-    assert told(await answer_to(server.port, header_of(65_536))) == (200, None, False)
-    assert told(await answer_to(server.port, header_of(65_537))) == (431, "header_too_large", True)
+def chunked(num_bytes: int) -> bytes:
+    """A chunked body of so many bytes."""
+    chunk = b"%x\r\n" % (num_bytes // 4 - 4) + b" " * (num_bytes // 4 - 4) + b"\r\n"
+    end = BODY.ljust(num_bytes % 4 + 16)
+    return CHUNKED + chunk * 4 + b"%x\r\n" % len(end) + end + b"\r\n0\r\n\r\n"
+
+
+def lines_of(num_lines: int) -> bytes:
+    return request_bytes("GET", "/health", headers={f"X-{index}": "a" for index in range(num_lines - 1)})
+
+
+def chunks_of(num_chunks: int) -> bytes:
+    return CHUNKED + b"1\r\n \r\n" * (num_chunks - 1) + b"e\r\n" + BODY + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("make", "most", "refusal"),
+    [
+        (lambda n: request_bytes("GET", "/health?".ljust(n, "a")), 4096, (414, "header_too_large", True)),
+        (lambda n: request_bytes("GET", "/health", headers={"X": "a" * n}), 16_384, (431, "header_too_large", True)),
+        (lines_of, 100, (431, "header_too_large", True)),
+        (header_of, 65_536, (431, "header_too_large", True)),
+        (chunked, 16 * MIB, (413, "body_too_large", True)),
+        (chunks_of, 65_536, (413, "too_many_chunks", True)),
+    ],
+    ids=["target", "header value", "header lines", "header", "chunked body", "chunks"],
+)
+async def test_as_much_as_is_allowed_is_read_and_one_more_is_refused(
+    server: Running, make: Callable[[int], bytes], most: int, refusal: tuple[int, str, bool]
+) -> None:
+    assert told(await settled(server.port, make(most))) == (200, None, False)
+    assert told(await settled(server.port, make(most + 1))) == refusal
 
 
 async def test_a_header_in_packets_has_the_same_limit(server: Running) -> None:
@@ -108,27 +118,9 @@ async def test_a_header_in_packets_has_the_same_limit(server: Running) -> None:
 
 
 async def test_a_body_of_16_mib_is_read_and_a_byte_more_is_413(server: Running) -> None:
-    assert told(await answer_to(server.port, request_bytes("POST", PATH, BODY.ljust(16 * MIB)))) == (200, None, False)
+    assert told(await settled(server.port, request_bytes("POST", PATH, BODY.ljust(16 * MIB)))) == (200, None, False)
     declared = HEAD + b"Content-Length: %d\r\n\r\n" % (16 * MIB + 1)
-    assert told(await answer_to(server.port, declared)) == (413, "body_too_large", True)
-
-
-async def test_a_chunked_body_of_16_mib_is_read_and_a_byte_more_is_413(server: Running) -> None:
-    def of(num_bytes: int) -> bytes:
-        chunk = b"%x\r\n" % (num_bytes // 4) + b" " * (num_bytes // 4) + b"\r\n"
-        end = b"%x\r\n" % (num_bytes % 4 + 14) + BODY + b" " * (num_bytes % 4) + b"\r\n0\r\n\r\n"
-        return CHUNKED + chunk * 4 + end
-
-    assert told(await answer_to(server.port, of(16 * MIB - 16))) == (200, None, False)
-    assert told(await answer_to(server.port, of(16 * MIB - 13))) == (413, "body_too_large", True)
-
-
-async def test_a_body_of_65536_chunks_is_read_and_one_of_65537_is_413(server: Running) -> None:
-    def of(num_chunks: int) -> bytes:
-        return CHUNKED + b"1\r\n \r\n" * (num_chunks - 1) + b"e\r\n" + BODY + b"\r\n0\r\n\r\n"
-
-    assert told(await answer_to(server.port, of(65_536))) == (200, None, False)
-    assert told(await answer_to(server.port, of(65_537))) == (413, "too_many_chunks", True)
+    assert told(await settled(server.port, declared)) == (413, "body_too_large", True)
 
 
 # --- all bodies together ---
@@ -140,10 +132,10 @@ async def test_a_body_that_fits_beside_those_that_are_being_read_is_read_and_a_l
     await begun.send(HEAD + b"Content-Length: 60000\r\n\r\n" + BODY)
     await asyncio.sleep(0.01)
     assert told(await ask(running.port, "POST", PATH, BODY.ljust(40_000))) == (200, None, False)
-    refused = await answer_to(running.port, HEAD + b"Content-Length: 40001\r\n\r\n")
+    refused = await settled(running.port, HEAD + b"Content-Length: 40001\r\n\r\n")
     assert told(refused) == (429, "overloaded", True)
     assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("1", "1000")
-    assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY.ljust(16_384)))) == (200, None, False)
+    assert told(await settled(running.port, request_bytes("POST", PATH, BODY.ljust(16_384)))) == (200, None, False)
     await begun.send(b" " * (60_000 - len(BODY)))
     assert (await begun.answer()).status == 200
     assert told(await ask(running.port, "POST", PATH, BODY.ljust(100_000))) == (200, None, False)
@@ -155,8 +147,7 @@ async def test_a_chunked_body_counts_by_what_has_come_of_it(serve: Serve) -> Non
     chunk = b"7530\r\n" + b" " * 30_000 + b"\r\n"
     first, second = await Wire.connect(running.port), await Wire.connect(running.port)
     await first.send(CHUNKED + chunk * 2)
-    while running.gateway._memory.num_bytes != 60_000:
-        await asyncio.sleep(0.001)
+    await until_held(running, 60_000)
     await second.send(CHUNKED + chunk * 2)
     assert told(await second.answer()) == (429, "overloaded", True)
     assert running.gateway._memory.num_bytes == 60_000
@@ -175,11 +166,9 @@ async def test_a_body_counts_until_it_is_answered_or_its_client_leaves(serve: Se
     assert 40_000 < held < 41_000  # with its ids and its row
     leaves = await Wire.connect(running.port)
     await leaves.send(HEAD + b"Content-Length: 50000\r\n\r\n")
-    while running.gateway._memory.num_bytes != held + 50_000:
-        await asyncio.sleep(0.001)
+    await until_held(running, held + 50_000)
     await leaves.close()
-    while running.gateway._memory.num_bytes != held:
-        await asyncio.sleep(0.001)
+    await until_held(running, held)
     running.stub.gate.set()
     assert (await runs).status == 200
 
@@ -208,10 +197,9 @@ async def test_bodies_that_never_come_keep_large_ones_out_and_no_short_query(ser
     running = await serve(max_body_bytes=100_000, max_held_bytes=HELD_BYTES)
     begun = await Wire.connect(running.port)
     await begun.send(HEAD + b"Content-Length: 100000\r\n\r\n")
-    while running.gateway._memory.num_bytes != 100_000:
-        await asyncio.sleep(0.001)
-    assert told(await answer_to(running.port, HEAD + b"Content-Length: 20000\r\n\r\n")) == (429, "overloaded", True)
-    assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY))) == (200, None, False)
+    await until_held(running, 100_000)
+    assert told(await settled(running.port, HEAD + b"Content-Length: 20000\r\n\r\n")) == (429, "overloaded", True)
+    assert told(await settled(running.port, request_bytes("POST", PATH, BODY))) == (200, None, False)
     await begun.close()
 
 
@@ -224,10 +212,10 @@ async def test_from_85_percent_answers_close_and_from_95_nothing_new_is_let_in(s
             (11_500, (429, "overloaded", True)),
         ):
             held.grow(num_bytes)
-            assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY))) == expected
-        health = await answer_to(running.port, request_bytes("GET", "/health"))
+            assert told(await settled(running.port, request_bytes("POST", PATH, BODY))) == expected
+        health = await settled(running.port, request_bytes("GET", "/health"))
         assert told(health) == (200, None, True)
-    assert told(await answer_to(running.port, request_bytes("POST", PATH, BODY))) == (200, None, False)
+    assert told(await settled(running.port, request_bytes("POST", PATH, BODY))) == (200, None, False)
 
 
 @pytest.mark.sampled(5)
@@ -353,10 +341,20 @@ async def test_2048_inputs_are_embedded_and_one_more_is_400(server: Running) -> 
     assert told(await embed(server.port, {"input": ["w1"] * 2049})) == (400, "too_many_inputs", False)
 
 
-async def test_a_request_of_as_many_tokens_as_allowed_is_embedded_and_one_more_is_400(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("allowed", "one_more"),
+    [
+        (["w1 w2 w3 w4"] * 2, ["w1 w2 w3 w4", "w1 w2 w3 w4 w5"]),
+        ([[5] * 6] * 2, [[5] * 6, [5] * 7]),
+    ],
+    ids=["texts", "ids"],
+)
+async def test_a_request_of_as_many_tokens_as_allowed_is_embedded_and_one_more_is_400(
+    serve: Serve, allowed: object, one_more: object
+) -> None:
     running = await serve(max_request_tokens=12)
-    assert (await embed(running.port, {"input": ["w1 w2 w3 w4"] * 2})).status == 200
-    assert told(await embed(running.port, {"input": ["w1 w2 w3 w4", "w1 w2 w3 w4 w5"]}))[:2] == (400, "too_many_tokens")
+    assert (await embed(running.port, {"input": allowed})).status == 200
+    assert told(await embed(running.port, {"input": one_more}))[:2] == (400, "too_many_tokens")
 
 
 async def test_a_text_of_32_characters_a_token_is_tokenized_and_one_more_is_400(server: Running) -> None:
@@ -407,6 +405,7 @@ async def test_each_shape_of_input_gets_the_same_answer_at_the_limit_and_is_serv
 
     assert told(refused) == (429, "overloaded", False)
     assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("1", "1000")
+    assert (await ask(running.port, "GET", "/health")).status == 200
     running.stub.error = None
     running.stub.gate.set()
     await asyncio.gather(*held)

@@ -45,10 +45,11 @@ class Two:
     b: Stub
 
 
+ServeTwo = Callable[..., Awaitable[Two]]
+
+
 @pytest.fixture
-async def serve_two(
-    facts: ModelFacts, other: ModelFacts, metrics: Metrics, run_dir: str
-) -> AsyncIterator[Callable[..., Awaitable[Two]]]:
+async def serve_two(facts: ModelFacts, other: ModelFacts, metrics: Metrics, run_dir: str) -> AsyncIterator[ServeTwo]:
     running: list[Two] = []
     (Path(run_dir) / "metrics").mkdir(parents=True)
 
@@ -68,7 +69,7 @@ async def serve_two(
 
 
 @pytest.fixture
-async def two(serve_two: Callable[..., Awaitable[Two]]) -> Two:
+async def two(serve_two: ServeTwo) -> Two:
     return await serve_two()
 
 
@@ -119,13 +120,12 @@ async def test_each_model_has_its_own_limits(two: Two) -> None:
 )
 async def test_a_model_that_is_not_served_is_404(two: Two, fields: dict[str, str], headers: dict[str, str]) -> None:
     answer = await embed(two.port, {"input": "w1", **fields}, headers)
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+    assert answer.refusal == (404, "model_not_found", "model")
 
 
 @pytest.mark.parametrize(("model", "code"), [("", "missing_field"), (3, "invalid_type"), (["B"], "invalid_type")])
 async def test_what_is_no_name_is_refused_as_ever(two: Two, model: object, code: str) -> None:
-    answer = await embed(two.port, {"input": "w1", "model": model})
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, "model")
+    assert (await embed(two.port, {"input": "w1", "model": model})).refusal == (400, code, "model")
 
 
 async def test_teis_routes_are_the_first_models_or_that_of_the_header(two: Two) -> None:
@@ -146,7 +146,7 @@ async def test_one_model_alone_takes_no_heed_of_the_header(serve: Serve) -> None
 # --- what is told of all ---
 
 
-async def test_all_models_are_listed_also_one_that_has_no_worker_yet(serve_two: Callable[..., Awaitable[Two]]) -> None:
+async def test_all_models_are_listed_also_one_that_has_no_worker_yet(serve_two: ServeTwo) -> None:
     two = await serve_two(served=None)
     listed = await ask(two.port, "GET", "/v1/models")
     assert [card["id"] for card in listed.json["data"]] == ["A", "B"]
@@ -218,7 +218,7 @@ async def test_on_the_page_each_model_can_be_chosen_looked_at_and_tried(two: Two
 
 
 async def test_who_waits_for_one_model_takes_no_place_from_anothers_clients(
-    serve_two: Callable[..., Awaitable[Two]],
+    serve_two: ServeTwo,
 ) -> None:
     two = await serve_two(max_concurrent_requests=4)
     two.a.gate.clear()

@@ -65,30 +65,37 @@ async def test_the_good_ones_have_their_own_vectors_and_places(server: Running) 
     assert len(server.stub.submitted) == 1
 
 
+IDS_AS_THE_FIRST = "input[1] must be a list of token ids, as input[0] is."
+
+
 @pytest.mark.parametrize(
-    ("inputs", "failed"),
+    ("inputs", "code", "param", "message"),
     [
-        (["", "w1"], [(0, "empty_input", "input[0]")]),
-        (["w1", 5], [(1, "invalid_type", "input[1]")]),
-        ([None, "w1"], [(0, "invalid_type", "input[0]")]),
-        ([{"text": "w2"}, "w1"], [(0, "invalid_type", "input[0]")]),
-        (["w1", [5]], [(1, "invalid_type", "input[1]")]),
-        ([[5], "w1"], [(1, "invalid_type", "input[1]")]),
-        ([[5], None], [(1, "invalid_type", "input[1]")]),
-        (["w1", "a" * 10_000], [(1, "input_too_long", "input[1]")]),
-        ([[5], []], [(1, "empty_input", "input[1]")]),
-        ([[5], [64]], [(1, "invalid_token_id", "input[1][0]")]),
-        ([[5, -1], [5]], [(0, "invalid_token_id", "input[0][1]")]),
-        ([[5], [5, "w1"]], [(1, "invalid_type", "input[1][1]")]),
-        ([[5], [5] * (MAX_TOKENS + 1)], [(1, "context_length_exceeded", "input[1]")]),
+        (["", "w1"], "empty_input", "input[0]", "input[0] is empty: there is nothing to embed."),
+        (["w1", 5], "invalid_type", "input[1]", "input[1] must be a string."),
+        ([None, "w1"], "invalid_type", "input[0]", "input[0] must be a string."),
+        ([{"text": "w2"}, "w1"], "invalid_type", "input[0]", "input[0] must be a string."),
+        (["w1", [5]], "invalid_type", "input[1]", "input[1] must be a string."),
+        ([[5], "w1"], "invalid_type", "input[1]", IDS_AS_THE_FIRST),
+        ([[5], None], "invalid_type", "input[1]", IDS_AS_THE_FIRST),
+        ([[4], 5], "invalid_type", "input[1]", IDS_AS_THE_FIRST),
+        ([None, [4]], "invalid_type", "input[0]", "input[0] must be a list of token ids, as input[1] is."),
+        (["w1", "a" * 10_000], "input_too_long", "input[1]", None),
+        ([[5], []], "empty_input", "input[1]", None),
+        ([[5], [64]], "invalid_token_id", "input[1][0]", None),
+        ([[5, -1], [5]], "invalid_token_id", "input[0][1]", None),
+        ([[5], [5, "w1"]], "invalid_type", "input[1][1]", None),
+        ([[5], [5] * (MAX_TOKENS + 1)], "context_length_exceeded", "input[1]", None),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:30],
 )
 async def test_what_is_wrong_with_one_is_told_of_it(
-    server: Running, inputs: list[object], failed: list[tuple[int, str, str]]
+    server: Running, inputs: list[object], code: str, param: str, message: str | None
 ) -> None:
     answer = await partial(server.port, inputs)
-    assert indexes(answer) == ([1 - failed[0][0]], failed)
+    wrong = int(param[6])
+    assert indexes(answer) == ([1 - wrong], [(wrong, code, param)])
+    assert message in (None, answer.json["errors"][0]["error"]["message"])
 
 
 async def test_where_nothing_is_wrong_there_are_no_errors(server: Running) -> None:
@@ -122,7 +129,7 @@ async def test_where_all_are_wrong_the_request_fails_as_ever(
     server: Running, inputs: object, code: str, param: str
 ) -> None:
     answer = await partial(server.port, inputs)
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
+    assert answer.refusal == (400, code, param)
     assert server.stub.submitted == []
 
 
@@ -140,7 +147,7 @@ async def test_what_is_wrong_with_the_request_itself_fails_all(
     server: Running, fields: dict[str, object], code: str, param: str
 ) -> None:
     answer = await embed(server.port, {"input": ["w1", "w2"], "partial": True} | fields)
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (
+    assert answer.refusal == (
         404 if code == "model_not_found" else 400,
         code,
         param,
@@ -154,7 +161,7 @@ async def test_tokens_in_all_are_those_of_the_good_ones(serve: Serve) -> None:
         [(1, "context_length_exceeded", "input[1]")],
     )
     answer = await partial(running.port, ["w1 w2", "", "w3 w4 w5"])
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "too_many_tokens", "input")
+    assert answer.refusal == (400, "too_many_tokens", "input")
 
 
 async def test_formats_and_dimensions_are_as_ever(server: Running) -> None:
@@ -187,7 +194,7 @@ async def test_a_prompt_that_is_not_pooled_leaves_spans_of_the_good_ones(serve: 
 async def test_a_bare_matrix_cannot_be_partial(server: Running) -> None:
     body = {"input": ["w5", ""], "partial": True}
     answer = await embed(server.port, body, {"Accept": "application/octet-stream"})
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "unsupported_parameter", "partial")
+    assert answer.refusal == (400, "unsupported_parameter", "partial")
     assert server.stub.submitted == []
 
 
@@ -217,16 +224,20 @@ async def test_spans_stay_with_their_sequences_when_one_is_dropped(serve: Serve,
 async def test_where_the_model_fails_on_all_of_them_the_request_fails(server: Running) -> None:
     fail_on(server, 13)
     answer = await partial(server.port, ["w9", "", "w9 w9"])
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (500, "nonfinite_output", "input[2]")
+    assert answer.refusal == (500, "nonfinite_output", "input[2]")
 
 
 @pytest.mark.slow
-async def test_so_many_that_the_model_fails_on_end_the_request(server: Running) -> None:
+async def test_so_many_that_the_model_fails_on_end_the_request_and_no_number_that_are_wrong(server: Running) -> None:
     fail_on(server, 13)
     at_most = await partial(server.port, ["w9"] * 64 + ["w5"])
     more = await partial(server.port, ["w9"] * 65 + ["w5"])
+    server.stub.submitted.clear()
+    wrong = await partial(server.port, ["w1", "w9", *[""] * 200])
     assert (at_most.status, len(at_most.json["errors"])) == (200, 64)
     assert (more.status, more.error["code"]) == (500, "nonfinite_output")
+    assert (wrong.status, len(wrong.json["data"]), len(wrong.json["errors"])) == (200, 1, 201)
+    assert len(server.stub.submitted) == 2
 
 
 @pytest.mark.parametrize("error", [Overloaded("full"), DeadlineExceeded("late"), InternalError("of no input")])
@@ -240,7 +251,7 @@ async def test_what_is_no_inputs_fault_fails_all(server: Running, error: Service
 async def test_a_row_that_is_not_finite_when_it_is_written_is_an_error(server: Running) -> None:
     server.stub.poison = float("nan")
     answer = await partial(server.port, ["w1", "", "w2"])
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (500, "nonfinite_output", "input[2]")
+    assert answer.refusal == (500, "nonfinite_output", "input[2]")
 
 
 async def test_a_token_without_a_vector_is_told_of_its_own_text(serve: Serve, facts: ModelFacts) -> None:

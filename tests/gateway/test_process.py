@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common.metrics import Metrics
 from common.wire.codec import Message
 from common.wire.messages import Batch, ModelFacts
 from tests import fakes
@@ -73,8 +73,11 @@ def listener() -> Iterator[socket.socket]:
         yield sock
 
 
+Start = Callable[..., subprocess.Popen[str]]
+
+
 @pytest.fixture
-def gateway(run_dir: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def gateway(run_dir: str) -> Iterator[Start]:
     """Starts `python -m gateway`; with `listener` as its standard input, as a supervisor does."""
     processes: list[subprocess.Popen[str]] = []
 
@@ -109,7 +112,7 @@ async def ready(port: int) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_a_port_that_is_taken_is_named(gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket) -> None:
+def test_a_port_that_is_taken_is_named(gateway: Start, listener: socket.socket) -> None:
     process = gateway("--port", str(port_of(listener)))
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
@@ -117,7 +120,7 @@ def test_a_port_that_is_taken_is_named(gateway: Callable[..., subprocess.Popen[s
     assert "Traceback" not in errors
 
 
-async def test_a_port_of_its_own_is_served(gateway: Callable[..., subprocess.Popen[str]]) -> None:
+async def test_a_port_of_its_own_is_served(gateway: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = port_of(probe)
     process = gateway("--port", str(port))
@@ -134,9 +137,7 @@ async def test_a_port_of_its_own_is_served(gateway: Callable[..., subprocess.Pop
     assert await exit_status(process, 5) == 0
 
 
-async def test_an_inherited_socket_outlives_its_gateways(
-    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket
-) -> None:
+async def test_an_inherited_socket_outlives_its_gateways(gateway: Start, listener: socket.socket) -> None:
     first = gateway(listener=listener)
     assert (await ask(port_of(listener), "GET", "/health")).status == 200
     first.terminate()
@@ -148,9 +149,7 @@ async def test_an_inherited_socket_outlives_its_gateways(
     await waiting.close()
 
 
-async def test_idle_connections_do_not_delay_the_end(
-    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket
-) -> None:
+async def test_idle_connections_do_not_delay_the_end(gateway: Start, listener: socket.socket) -> None:
     process = gateway(listener=listener)
     idle = [await Wire.connect(port_of(listener)) for _ in range(10)]
     for wire in idle:
@@ -164,20 +163,18 @@ async def test_idle_connections_do_not_delay_the_end(
 
 
 @pytest.fixture
-def scheduler(run_dir: str, metrics: Metrics) -> Iterator[RunningScheduler]:
-    scheduler = RunningScheduler(run_dir, metrics)
-    yield scheduler
-    scheduler.close()
+def oracle(
+    start_scheduler: Callable[[], RunningScheduler], start_worker: Callable[..., FakeWorker], facts: ModelFacts
+) -> Callable[..., FakeWorker]:
+    """Starts an oracle worker, behind the real scheduler."""
+    start_scheduler()
+    return partial(start_worker, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS))
 
 
 async def test_a_request_goes_through_the_real_scheduler_and_back(
-    gateway: Callable[..., subprocess.Popen[str]],
-    listener: socket.socket,
-    scheduler: RunningScheduler,
-    facts: ModelFacts,
-    run_dir: str,
+    gateway: Start, listener: socket.socket, oracle: Callable[..., FakeWorker]
 ) -> None:
-    worker = FakeWorker(run_dir, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS))
+    oracle()
     gateway(listener=listener)
     await ready(port_of(listener))
     texts = [f"w{index % 60} w{index // 60}" for index in range(200)]
@@ -189,15 +186,10 @@ async def test_a_request_goes_through_the_real_scheduler_and_back(
     metrics = (await ask(port_of(listener), "GET", "/metrics")).body.decode()
     assert 'hedgerow_requests_total{route="/v1/embeddings",status="200"} 1.0' in metrics
     assert "hedgerow_inputs_total 200.0" in metrics
-    worker.close()
 
 
 async def test_a_stop_waits_for_what_runs(
-    gateway: Callable[..., subprocess.Popen[str]],
-    listener: socket.socket,
-    scheduler: RunningScheduler,
-    facts: ModelFacts,
-    run_dir: str,
+    gateway: Start, listener: socket.socket, oracle: Callable[..., FakeWorker]
 ) -> None:
     arrived, release = threading.Event(), threading.Event()
 
@@ -206,7 +198,7 @@ async def test_a_stop_waits_for_what_runs(
         release.wait()
         return fakes.oracle_result(batch)
 
-    worker = FakeWorker(run_dir, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS), answer=answer)
+    oracle(answer=answer)
     process = gateway(listener=listener)
     await ready(port_of(listener))
     wire = await Wire.connect(port_of(listener))
@@ -219,20 +211,13 @@ async def test_a_stop_waits_for_what_runs(
     assert (held.status, held.headers["connection"]) == (200, "close")
     assert await exit_status(process, 5) == 0
     await wire.close()
-    worker.close()
 
 
 async def test_a_second_signal_does_not_wait(
-    gateway: Callable[..., subprocess.Popen[str]],
-    listener: socket.socket,
-    scheduler: RunningScheduler,
-    facts: ModelFacts,
-    run_dir: str,
+    gateway: Start, listener: socket.socket, oracle: Callable[..., FakeWorker]
 ) -> None:
     arrived = threading.Event()
-    worker = FakeWorker(
-        run_dir, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS), answer=lambda _: arrived.set()
-    )
+    oracle(answer=lambda _: arrived.set())
     process = gateway(listener=listener)
     await ready(port_of(listener))
     wire = await Wire.connect(port_of(listener))
@@ -244,12 +229,9 @@ async def test_a_second_signal_does_not_wait(
     assert await exit_status(process, 2) == 1
     assert await wire.rest() == b""
     await wire.close()
-    worker.close()
 
 
-def test_keys_that_others_can_read_refuse_the_start(
-    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket, tmp_path: Path
-) -> None:
+def test_keys_that_others_can_read_refuse_the_start(gateway: Start, listener: socket.socket, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("canary-7f3a\n")
     keys.chmod(0o644)
@@ -262,7 +244,7 @@ def test_keys_that_others_can_read_refuse_the_start(
 
 
 async def test_a_hangup_reads_keys_and_opens_the_log_again_while_requests_are_answered(
-    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket, tmp_path: Path
+    gateway: Start, listener: socket.socket, tmp_path: Path
 ) -> None:
     keys, log = tmp_path / "keys", tmp_path / "log" / "gateway-0.log"
     keys.touch(0o600)
@@ -318,13 +300,9 @@ async def _logged(log: Path, text: str) -> None:
 
 @pytest.mark.thorough
 async def test_made_up_names_leave_metrics_and_memory_as_they_were(
-    gateway: Callable[..., subprocess.Popen[str]],
-    listener: socket.socket,
-    scheduler: RunningScheduler,
-    facts: ModelFacts,
-    run_dir: str,
+    gateway: Start, listener: socket.socket, oracle: Callable[..., FakeWorker]
 ) -> None:
-    worker = FakeWorker(run_dir, facts=dataclasses.replace(facts, dimensions=fakes.DIMENSIONS))
+    oracle()
     process = gateway(listener=listener)
     port = port_of(listener)
     await ready(port)
@@ -374,11 +352,10 @@ async def test_made_up_names_leave_metrics_and_memory_as_they_were(
     assert num_series_after == num_series
     assert resident_bytes_after - resident_bytes < 5_000_000
     await wire.close()
-    worker.close()
 
 
 async def test_connections_beyond_the_file_table_are_refused_and_not_fatal(
-    gateway: Callable[..., subprocess.Popen[str]], listener: socket.socket
+    gateway: Start, listener: socket.socket
 ) -> None:
     port = port_of(listener)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

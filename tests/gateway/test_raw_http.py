@@ -69,10 +69,6 @@ def size(value: bytes) -> Case:
     return chunk(f"size {value!r}", value + b"\r\n" + BODY + b"\r\n0\r\n\r\n")
 
 
-def get(name: str, sent: bytes, status: int = 400) -> Case:
-    return refused(name, sent, status)
-
-
 def post_and_next(name: str, sent: bytes) -> Case:
     """HTTP: a request for w1, and then the one for w9, which is no part of it."""
     return Case(name, sent + HIDDEN, (200, 200), (W1, W9), stays_open=True)
@@ -146,32 +142,32 @@ CHUNK_CASES = [
     post_and_next("trailer", CHUNKED + CHUNKS[:-2] + b"X: y\r\n\r\n"),
 ]
 HEADERS = [
-    get("folded", GET + b"X: a\r\n b\r\n\r\n"),
-    get("folded first line", b"GET /health HTTP/1.1\r\n X: y\r\nHost: x\r\n\r\n"),
-    get("no colon", GET + b"X\r\n\r\n"),
-    get("no name", GET + b": a\r\n\r\n"),
+    refused("folded", GET + b"X: a\r\n b\r\n\r\n"),
+    refused("folded first line", b"GET /health HTTP/1.1\r\n X: y\r\nHost: x\r\n\r\n"),
+    refused("no colon", GET + b"X\r\n\r\n"),
+    refused("no name", GET + b": a\r\n\r\n"),
     *(
-        get(f"{byte!r} in a name", GET + b"X" + byte + b"Y: a\r\n\r\n")
+        refused(f"{byte!r} in a name", GET + b"X" + byte + b"Y: a\r\n\r\n")
         for byte in (b"\x00", b"\r", b"\n", b"\x7f", b"\x01", b"\x80", b"(", b" ")
     ),
     *(
-        get(f"{byte!r} in a value", GET + b"X: a" + byte + b"b\r\n\r\n")
+        refused(f"{byte!r} in a value", GET + b"X: a" + byte + b"b\r\n\r\n")
         for byte in (b"\x00", b"\r", b"\n", b"\x7f", b"\x01")
     ),
-    get("no Host", b"GET /health HTTP/1.1\r\n\r\n"),
-    get("two Hosts", GET + b"Host: y\r\n\r\n"),
-    get("two equal Hosts", GET + b"Host: x\r\n\r\n"),
-    get("bare LF everywhere", b"GET /health HTTP/1.1\nHost: x\n\n"),
-    get("two CRs", b"GET /health HTTP/1.1\r\r\nHost: x\r\n\r\n"),
+    refused("no Host", b"GET /health HTTP/1.1\r\n\r\n"),
+    refused("two Hosts", GET + b"Host: y\r\n\r\n"),
+    refused("two equal Hosts", GET + b"Host: x\r\n\r\n"),
+    refused("bare LF everywhere", b"GET /health HTTP/1.1\nHost: x\n\n"),
+    refused("two CRs", b"GET /health HTTP/1.1\r\r\nHost: x\r\n\r\n"),
     get_and_next("empty Host", b"GET /health HTTP/1.1\r\nHost: \r\n\r\n"),
     get_and_next("a high byte in a value", GET + b"X: \x80\r\n\r\n"),
 ]
 LINES = [
     *(
-        get(f"target {target!r}", b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        refused(f"target {target!r}", b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
         for target in (b"x:80", b"*", b"health", b"?x", b"\\health", b"http://[::1/health", b"http:///health", b"/\xff")
     ),
-    get("target with a space", b"GET /health HTTP/1.1 x HTTP/1.1\r\nHost: x\r\n\r\n"),
+    refused("target with a space", b"GET /health HTTP/1.1 x HTTP/1.1\r\nHost: x\r\n\r\n"),
     get_and_next("absolute target", b"GET http://x/health HTTP/1.1\r\nHost: x\r\n\r\n"),
     get_and_next("another host's target", b"GET http://y/health HTTP/1.1\r\nHost: x\r\n\r\n"),
     get_and_next("two slashes", b"GET //x/health HTTP/1.1\r\nHost: x\r\n\r\n", 404),
@@ -188,20 +184,20 @@ LINES = [
         for method in (b"PUT", b"PATCH", b"DELETE", b"PROPFIND", b"QUERY", b"M-SEARCH", b"SOURCE", b"BIND")
     ),
     *(
-        get(f"method {method.decode()}", method + b" /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        refused(f"method {method.decode()}", method + b" /health HTTP/1.1\r\nHost: x\r\n\r\n")
         for method in (b"HOARD", b"get", b"G", b"GETX", b"PRI", b"DESCRIBE", b"ANNOUNCE", b"\tGET", b" GET", b"G:T")
     ),
-    get("tabs in the line", b"GET\t/health\tHTTP/1.1\r\nHost: x\r\n\r\n"),
+    refused("tabs in the line", b"GET\t/health\tHTTP/1.1\r\nHost: x\r\n\r\n"),
     get_and_next("blank lines before", b"\r\n\r\n" + GET + b"\r\n"),
-    get("HTTP/0.9", b"GET /health\r\n\r\n"),
+    refused("HTTP/0.9", b"GET /health\r\n\r\n"),
     *(
-        get(f"version {version.decode()}", b"GET /health " + version + b"\r\nHost: x\r\n\r\n")
+        refused(f"version {version.decode()}", b"GET /health " + version + b"\r\nHost: x\r\n\r\n")
         for version in (b"HTTP/0.9", b"HTTP/1", b"HTTP/11", b"HTTP/1.10", b"HTTP/01.1", b"HTTP/x.y", b"http/1.1")
     ),
-    get("version 1.2", b"GET /health HTTP/1.2\r\nHost: x\r\n\r\n", 505),
-    get("version 3.0", b"GET /health HTTP/3.0\r\nHost: x\r\n\r\n", 505),
-    get("HTTP/2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"),
-    get("TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
+    refused("version 1.2", b"GET /health HTTP/1.2\r\nHost: x\r\n\r\n", 505),
+    refused("version 3.0", b"GET /health HTTP/3.0\r\nHost: x\r\n\r\n", 505),
+    refused("HTTP/2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"),
+    refused("TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
 ]
 PIPELINES = [
     swallowed("GET with a length", GET + HIDDEN_LENGTH + HIDDEN),
@@ -264,15 +260,6 @@ class Held:
     def by(cls, running: Running) -> Held:
         num_files = len(list(Path("/proc/self/fd").iterdir()))
         return cls(len(asyncio.all_tasks()), num_files, len(running.gateway._server._open))
-
-
-def connected_socket(port: int, *, receive_bytes: int | None = None) -> socket.socket:
-    """A client that does nothing by itself; `receive_bytes`: what its kernel takes of answers that it does not read."""
-    sock = socket.socket()
-    if receive_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    sock.connect(("127.0.0.1", port))
-    return sock
 
 
 async def assert_all_is_let_go(running: Running, before: Held) -> None:
@@ -388,7 +375,9 @@ async def test_a_body_that_comes_byte_by_byte_is_408(server: Running, framing: s
 
 
 async def test_answers_that_nobody_reads_are_dropped_with_their_connection(server: Running) -> None:
-    sock = connected_socket(server.port, receive_bytes=4096)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # what its kernel takes of answers that it does not read
+    sock.connect(("127.0.0.1", server.port))
     sock.setblocking(False)
     async with asyncio.timeout(10):
         await asyncio.sleep(0.01)
@@ -457,7 +446,7 @@ async def test_garbage_ends_its_connection_and_nothing_else(server: Running) -> 
 async def test_clients_that_leave_at_any_point_leave_nothing_behind(server: Running, reset: bool) -> None:
     request = CHUNKED + CHUNKS + HEAD + b"Expect: 100-continue\r\nContent-Length: 14\r\n\r\n" + BODY + GET + b"\r\n"
     for stop in range(0, len(request) + 1, 2):
-        sock = connected_socket(server.port)
+        sock = socket.create_connection(("127.0.0.1", server.port))
         sock.sendall(request[:stop])
         if stop % 4:
             await asyncio.sleep(0.001)  # half of them while it is read, half before
@@ -467,15 +456,12 @@ async def test_clients_that_leave_at_any_point_leave_nothing_behind(server: Runn
     assert set(words_of(server)) <= {W1}
 
 
-async def test_a_client_that_leaves_during_its_answer_leaves_nothing_behind(server: Running) -> None:
+async def test_a_client_that_leaves_during_its_answer_or_before_it_leaves_nothing_behind(server: Running) -> None:
     for _ in range(20):
         wire = await Wire.connect(server.port)
         await wire.send(request_bytes("GET", "/info") * 200)
         assert (await wire.answer()).status == 200
         wire._writer.transport.abort()
-
-
-async def test_a_client_that_leaves_while_its_request_runs_leaves_nothing_behind(server: Running) -> None:
     server.stub.gate.clear()
     wire = await Wire.connect(server.port)
     await wire.send(request_bytes("POST", "/v1/embeddings", BODY))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -14,10 +11,8 @@ from common.text.pairs import EncodeDocuments, Pair, PairNames
 from common.text.tokenization import TruncationRule
 from common.wire.messages import ModelFacts
 from gateway.model_requests import PairsRequest
-from gateway.threads import Threads
 from gateway.tokenizing import Model, RequestTokenizer
-
-T = TypeVar("T")
+from tests.gateway.conftest import CountingThreads
 
 
 class OnePair:
@@ -30,14 +25,6 @@ class OnePair:
     def for_query(self, query: str, truncation: TruncationRule, **options: object) -> EncodeDocuments:
         self.num_queries_read += 1
         return lambda documents, names: [Pair(np.array([1], dtype=np.int32), 1)] * len(documents)
-
-
-class CountingThreads(Threads):
-    num_runs = 0
-
-    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        self.num_runs += 1
-        return super().run(function)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,11 @@ class Answer:
     def error(self) -> dict[str, object]:
         return self.json["error"]
 
+    @property
+    def refusal(self) -> tuple[int, object, object]:
+        """Status, code and `param` of an error."""
+        return self.status, self.error["code"], self.error["param"]
+
 
 class Wire:
     """One connection."""
@@ -105,6 +110,21 @@ async def ask(
         await wire.close()
 
 
+async def post(port: int, path: str, fields: object, headers: dict[str, str] | None = None) -> Answer:
+    """POST `fields` as JSON."""
+    return await ask(port, "POST", path, json.dumps(fields).encode(), headers)
+
+
+async def answer_to(port: int, sent: bytes) -> Answer:
+    """The answer to exactly these bytes, on a connection of its own."""
+    wire = await Wire.connect(port)
+    try:
+        await wire.send(sent)
+        return await wire.answer()
+    finally:
+        await wire.close()
+
+
 async def embed(port: int, fields: object, headers: dict[str, str] | None = None) -> Answer:
     """POST `fields` to /v1/embeddings."""
-    return await ask(port, "POST", "/v1/embeddings", json.dumps(fields).encode(), headers)
+    return await post(port, "/v1/embeddings", fields, headers)
