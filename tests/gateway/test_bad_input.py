@@ -128,8 +128,7 @@ class Stage:
     async def stopping(self) -> Scene:
         running = await self.serve()
         wire = await Wire.connect(running.port)
-        await wire.send(request_bytes("GET", "/health"))
-        assert (await wire.answer()).status == 200
+        assert (await wire.ask(request_bytes("GET", "/health"))).status == 200
         drained = asyncio.ensure_future(running.gateway.drain())
         await asyncio.sleep(0)
 

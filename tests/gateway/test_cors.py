@@ -188,8 +188,7 @@ async def test_with_every_page_allowed_any_page_may_read_what_is_no_answer_to_a_
     answer = await answer_to(running.port, b"no HTTP\r\n\r\n")
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (400, "*")
     first = await Wire.connect(running.port)
-    await first.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    await first.answer()
+    await first.ask(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     full = await answer_to(running.port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     assert (full.status, full.headers["access-control-allow-origin"]) == (503, "*")
     assert "Retry-After" in full.headers["access-control-expose-headers"]

@@ -229,8 +229,7 @@ def test_there_is_a_good_body_of_every_route() -> None:
 async def test_the_good_bodies_are_good(server: Running) -> None:
     line = await Wire.connect(server.port)
     for path, body in GOOD_BODIES:
-        await line.send(request_bytes("POST", path, _dumped(body)))
-        assert (await line.answer()).status == 200, (path, body)
+        assert (await line.ask(request_bytes("POST", path, _dumped(body)))).status == 200, (path, body)
     await line.close()
 
 

@@ -83,10 +83,8 @@ async def test_a_header_that_does_not_end_is_408(bare: Callable, start: bytes) -
 async def test_a_second_request_that_does_not_end_is_408(bare: Callable) -> None:
     _, port = await bare(header_timeout_s=0.05)
     wire = await Wire.connect(port)
-    await wire.send(request_bytes("GET", "/"))
-    assert (await wire.answer()).status == 200
-    await wire.send(b"GET / HT")
-    assert (await wire.answer()).status == 408
+    assert (await wire.ask(request_bytes("GET", "/"))).status == 200
+    assert (await wire.ask(b"GET / HT")).status == 408
     await wire.close()
 
 
@@ -120,8 +118,7 @@ async def test_a_request_that_is_coming_when_the_keepalive_time_ends_is_served(b
     for _ in range(3):
         await wire.send(request_bytes("GET", "/")[:10])
         await asyncio.sleep(0.12)
-        await wire.send(request_bytes("GET", "/")[10:])
-        assert (await wire.answer()).status == 200
+        assert (await wire.ask(request_bytes("GET", "/")[10:])).status == 200
     assert await wire.rest() == b""
     await wire.close()
 
@@ -138,8 +135,7 @@ async def test_a_pooled_connection_serves_below_the_idle_time_and_is_closed_abov
     async def is_served_again() -> bool:
         while True:
             wire = await Wire.connect(running.port)
-            await wire.send(EMBED)
-            assert (await wire.answer()).status == 200
+            assert (await wire.ask(EMBED)).status == 200
             begin_s = clock()
             await asyncio.sleep(idle_s)
             in_time = clock() - begin_s < 1.95
@@ -163,8 +159,7 @@ async def test_a_thousand_requests_go_over_one_connection(bare: Callable) -> Non
     _, port = await bare()
     wire = await Wire.connect(port)
     for _ in range(1000):
-        await wire.send(request_bytes("GET", "/"))
-        assert (await wire.answer()).body == b"ok"
+        assert (await wire.ask(request_bytes("GET", "/"))).body == b"ok"
     await wire.close()
 
 
@@ -174,16 +169,13 @@ async def test_a_thousand_requests_go_over_one_connection(bare: Callable) -> Non
 async def test_a_connection_over_the_cap_is_503_and_the_next_one_is_served(bare: Callable) -> None:
     _, port = await bare(max_connections=1)
     first = await Wire.connect(port)
-    await first.send(request_bytes("GET", "/"))
-    assert (await first.answer()).status == 200
+    assert (await first.ask(request_bytes("GET", "/"))).status == 200
     second = await Wire.connect(port)
-    await second.send(request_bytes("GET", "/"))
-    answer = await second.answer()
+    answer = await second.ask(request_bytes("GET", "/"))
     assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "no_capacity", "1")
     assert await second.rest() == b""
     await second.close()
-    await first.send(request_bytes("GET", "/", headers={"Connection": "close"}))
-    assert (await first.answer()).status == 200
+    assert (await first.ask(request_bytes("GET", "/", headers={"Connection": "close"}))).status == 200
     assert await first.rest() == b""
     await first.close()
     assert (await ask(port, "GET", "/")).status == 200
@@ -199,8 +191,7 @@ async def test_a_large_body_in_packets_leaves_the_connection_open(serve: Serve) 
     body = b'{"input":"w1"}'.ljust(2_000_000)
     wire = await Wire.connect(running.port)
     for _ in range(3):
-        await wire.send(request_bytes("POST", "/v1/embeddings", body))
-        answer = await wire.answer()
+        answer = await wire.ask(request_bytes("POST", "/v1/embeddings", body))
         assert (answer.status, answer.headers.get("connection")) == (200, None)
     await wire.close()
 
@@ -209,10 +200,10 @@ async def test_a_body_is_asked_for_where_the_client_waits(serve: Serve) -> None:
     running = await serve()
     body = b'{"input":"w1"}'
     wire = await Wire.connect(running.port)
-    await wire.send(request_bytes("POST", "/v1/embeddings", b"", {"Content-Length": "14", "Expect": "100-continue"}))
-    assert (await wire.answer()).status == 100
-    await wire.send(body)
-    assert (await wire.answer()).status == 200
+    assert (
+        await wire.ask(request_bytes("POST", "/v1/embeddings", b"", {"Content-Length": "14", "Expect": "100-continue"}))
+    ).status == 100
+    assert (await wire.ask(body)).status == 200
     await wire.close()
 
 
@@ -221,8 +212,7 @@ async def test_a_chunk_that_breaks_later_ends_the_handlers_wait(serve: Serve) ->
     wire = await Wire.connect(running.port)
     await wire.send(CHUNKED + b"9\r\n" + b'{"input":' + b"\r\n")
     await asyncio.sleep(0.02)  # so that the handler waits for the rest when it comes
-    await wire.send(b"zz\r\n")
-    answer = await wire.answer()
+    answer = await wire.ask(b"zz\r\n")
     assert (answer.status, answer.error["code"], answer.headers["connection"]) == (400, "bad_request", "close")
     assert await wire.rest() == b""
     await wire.close()
@@ -292,8 +282,7 @@ async def test_a_client_that_reads_slowly_gets_all_of_an_answer(bare: Callable) 
 async def test_draining_answers_what_runs_and_closes_what_is_idle_at_once(bare: Callable) -> None:
     server, port = await bare(drain_grace_s=0.01)
     idle = await Wire.connect(port)
-    await idle.send(request_bytes("GET", "/"))
-    await idle.answer()
+    await idle.ask(request_bytes("GET", "/"))
     server.gate.clear()
     server.entered.clear()
     busy = await Wire.connect(port)
@@ -314,12 +303,10 @@ async def test_draining_answers_what_runs_and_closes_what_is_idle_at_once(bare: 
 async def test_a_request_on_its_way_while_draining_is_still_answered(serve: Serve) -> None:
     running = await serve()
     wire = await Wire.connect(running.port)
-    await wire.send(EMBED)
-    await wire.answer()
+    await wire.ask(EMBED)
     drained = asyncio.ensure_future(running.gateway.drain())
     await asyncio.sleep(0)
-    await wire.send(request_bytes("GET", "/ready"))
-    ready = await wire.answer()
+    ready = await wire.ask(request_bytes("GET", "/ready"))
     assert (ready.status, ready.json["status"], ready.headers["connection"]) == (503, "draining", "close")
     await drained
     await wire.close()

@@ -1,4 +1,4 @@
-"""Every limit that a request can meet, just under it and just over it; what /info and the README say of them."""
+"""Every limit that a request can meet, just under it and just over it; what /info and the docs say of them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ HELD_BYTES = 117_648  # 85 % of it are 100,000
 async def settled(port: int, sent: bytes) -> Answer:
     """The answer to these bytes; where it says that the connection closes, it does, else it serves on."""
     wire = await Wire.connect(port)
-    await wire.send(sent)
-    answer = await wire.answer()
+    answer = await wire.ask(sent)
     if answer.headers.get("connection") == "close":
         assert await wire.rest() == b""
     else:
-        await wire.send(request_bytes("GET", "/health"))
-        assert (await wire.answer()).status == 200
+        assert (await wire.ask(request_bytes("GET", "/health"))).status == 200
     await wire.close()
     return answer
 
@@ -136,8 +134,7 @@ async def test_a_body_that_fits_beside_those_that_are_being_read_is_read_and_a_l
     assert told(refused) == (429, "overloaded", True)
     assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("1", "1000")
     assert told(await settled(running.port, request_bytes("POST", PATH, BODY.ljust(16_384)))) == (200, None, False)
-    await begun.send(b" " * (60_000 - len(BODY)))
-    assert (await begun.answer()).status == 200
+    assert (await begun.ask(b" " * (60_000 - len(BODY)))).status == 200
     assert told(await ask(running.port, "POST", PATH, BODY.ljust(100_000))) == (200, None, False)
     await begun.close()
 
@@ -151,8 +148,7 @@ async def test_a_chunked_body_counts_by_what_has_come_of_it(serve: Serve) -> Non
     await second.send(CHUNKED + chunk * 2)
     assert told(await second.answer()) == (429, "overloaded", True)
     assert running.gateway._memory.num_bytes == 60_000
-    await first.send(b"e\r\n" + BODY + b"\r\n0\r\n\r\n")
-    assert (await first.answer()).status == 200
+    assert (await first.ask(b"e\r\n" + BODY + b"\r\n0\r\n\r\n")).status == 200
     await first.close()
     await second.close()
 
@@ -242,8 +238,7 @@ async def test_what_a_request_held_is_free_when_it_is_answered_and_not_garbage(
     gc.disable()
     try:
         for _ in range(40):
-            await wire.send(sent)
-            await wire.answer()
+            await wire.ask(sent)
         assert gc.collect() < 40
     finally:
         gc.enable()
@@ -449,8 +444,8 @@ async def test_info_lists_every_limit(serve: Serve) -> None:
 
 
 def test_the_page_on_operating_names_every_limit_that_info_does() -> None:
-    page = Path(__file__).parent.parent.parent / "docs" / "operating.md"
-    table = page.read_text().partition("## Limits")[2].partition("\n## ")[0]
+    page = (Path(__file__).parent.parent.parent / "docs" / "operating.md").read_text()
+    table = page.partition("\n## Limits\n")[2].partition("\n## ")[0]
     first_column = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = set(re.findall(r"`(\w+)`", " ".join(first_column)))
     assert named == set(LimitsInfo.__struct_fields__) - {"auto_truncate"}

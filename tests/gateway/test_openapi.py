@@ -308,8 +308,7 @@ async def test_every_answer_to_bad_input_is_described(
         running = await serve(served=served, **limits)
         for case in described_cases(document, scene):
             wire = await Wire.connect(running.port)
-            await wire.send(case.sent)
-            answer = await wire.answer()
+            answer = await wire.ask(case.sent)
             await wire.close()
             assert (answer.status, answer.error["code"]) == (case.status, case.code), case
             check_described(document, case.method, case.target, answer)

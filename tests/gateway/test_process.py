@@ -153,8 +153,7 @@ async def test_idle_connections_do_not_delay_the_end(gateway: Start, listener: s
     process = gateway(listener=listener)
     idle = [await Wire.connect(port_of(listener)) for _ in range(10)]
     for wire in idle:
-        await wire.send(request_bytes("GET", "/health"))
-        assert (await wire.answer()).status == 200
+        assert (await wire.ask(request_bytes("GET", "/health"))).status == 200
     process.terminate()
     assert await exit_status(process, 5) == 0
     for wire in idle:

@@ -239,8 +239,7 @@ async def play(port: int, case: Case) -> None:
             while (answer := await wire.answer()).status < 200:
                 pass
             assert (case.name, answer.status) == (case.name, status)
-        await wire.send(GET + b"\r\n")
-        assert (await wire.answer()).json == {"status": "alive"}
+        assert (await wire.ask(GET + b"\r\n")).json == {"status": "alive"}
     else:
         received = await wire.rest()
         assert (case.name, tuple(statuses_of(received))) == (case.name, case.statuses)
@@ -459,8 +458,7 @@ async def test_clients_that_leave_at_any_point_leave_nothing_behind(server: Runn
 async def test_a_client_that_leaves_during_its_answer_or_before_it_leaves_nothing_behind(server: Running) -> None:
     for _ in range(20):
         wire = await Wire.connect(server.port)
-        await wire.send(request_bytes("GET", "/info") * 200)
-        assert (await wire.answer()).status == 200
+        assert (await wire.ask(request_bytes("GET", "/info") * 200)).status == 200
         wire._writer.transport.abort()
     server.stub.gate.clear()
     wire = await Wire.connect(server.port)
@@ -484,8 +482,7 @@ async def p99s_of_honest_requests(port: int, duration_s: float) -> dict[str, flo
     async def ask_again_and_again(name: str) -> None:
         wire = await Wire.connect(port)
         while (begin_s := time.perf_counter()) < end_s:
-            await wire.send(HONEST[name])
-            assert (await wire.answer()).status == 200
+            assert (await wire.ask(HONEST[name])).status == 200
             times_s[name].append(time.perf_counter() - begin_s)
             await asyncio.sleep(0.01)
         await wire.close()

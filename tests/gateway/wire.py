@@ -66,6 +66,11 @@ class Wire:
             body = await self._reader.readexactly(size_bytes)
             return Answer(version, int(status), headers, body)
 
+    async def ask(self, data: bytes) -> Answer:
+        """Send it, and the next answer."""
+        await self.send(data)
+        return await self.answer()
+
     async def rest(self) -> bytes:
         """Everything until the server closes."""
         async with asyncio.timeout(10):
