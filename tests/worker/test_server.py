@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,12 @@ class WorkerProcess:
         message = self.receive(lambda message: isinstance(message, Result | BatchFailed))
         assert isinstance(message, Result), message
         return message
+
+    def num_protocol_errors(self) -> int:
+        """How many messages this worker, and any before it in this run folder, could do nothing with."""
+        metrics = render(self.run_dir)
+        found = re.search(rb'^hedgerow_protocol_errors_total\{process="worker"\} (\d+)', metrics, re.MULTILINE)
+        return 0 if found is None else int(found[1])
 
     def send(self, message: Message) -> None:
         self.router.send(self.peer, message)
@@ -309,13 +316,15 @@ def test_a_worker_that_hears_nothing_introduces_itself_again(shared: WorkerProce
     assert_in_time(taken_s, 5.0)
 
 
-def test_a_batch_that_is_sent_twice_is_answered_once(shared: WorkerProcess, epoch: int) -> None:
+def test_a_batch_that_is_sent_twice_is_taken_once(shared: WorkerProcess, epoch: int) -> None:
     batch = make_batch([[1] * 48] * 20, epoch=epoch, batch_id=1)
+    errors_before = shared.num_protocol_errors()
     shared.send(batch)
     shared.send(batch)
     shared.send(make_batch([[1]], epoch=epoch, batch_id=2))
 
     assert [shared.result().batch_id, shared.result().batch_id] == [1, 2]
+    assert shared.num_protocol_errors() - errors_before == 1  # the second was not taken
 
 
 def test_a_scheduler_that_comes_back_hears_of_the_worker_at_once(shared: WorkerProcess, epoch: int) -> None:
