@@ -53,6 +53,7 @@ def test_a_mutation_changes_one_place_of_a_product_file_that_still_compiles(muta
     assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(text))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mutation", LIST, ids=lambda mutation: mutation.name)
 def test_the_tests_that_should_notice_a_mutation_are_there(mutation: Mutation) -> None:
     assert mutation.tests

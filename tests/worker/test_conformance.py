@@ -118,12 +118,14 @@ def test_the_vectors_are_those_of_transformers_and_no_head_is_read(name: str, tm
     parity.check_rows(engine, ids, parity.reference_rows(model.base_model, ids))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), cases(VARIANTS))
 def test_a_variants_vectors_are_those_of_transformers(name: str, changes: Fields, tmp_path: Path) -> None:
     parity.check(tiny(name, **changes), tmp_path, LIMIT, **declared(name))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), cases(TAKEN))
 def test_what_other_releases_write_and_what_does_not_matter_is_taken(
@@ -132,6 +134,7 @@ def test_what_other_releases_write_and_what_does_not_matter_is_taken(
     parity.check(tiny(name), tmp_path, LIMIT, **changes)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("name", ["Qwen3Model", "Qwen2Model", "MistralModel", "LlamaModel", "GemmaModel"])
@@ -144,6 +147,7 @@ def test_scaled_positions_are_those_of_transformers_below_and_above_the_trained_
     parity.check(tiny(name, rope_parameters=scaling, max_position_embeddings=positions), tmp_path, LIMIT)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "built", "change"),
     [
@@ -185,6 +189,7 @@ def test_a_second_text_has_the_second_type_where_there_is_one(name: str, tmp_pat
 # --- dtypes ---
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -230,6 +235,7 @@ def test_the_dtype_that_config_json_declares_changes_nothing(field: str, tmp_pat
 # --- weights ---
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BODIES)
 def test_every_tensor_is_needed_by_its_exact_name_and_no_parameter_is_left_random(name: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path)
@@ -301,6 +307,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save(name, tmp_path_factory.mktemp("good") / "model") for name in REFUSED}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
