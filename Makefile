@@ -31,18 +31,20 @@ up: install
 ALONE := tests/faults tests/benchmarks tests/test_system.py tests/test_several_models.py tests/gateway/test_faults.py \
 	tests/gateway/test_raw_http.py
 PYTEST := $(BIN)/python -m pytest
-PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile $(ALONE:%=--ignore %)
+# One process more than there are cores, since tests of `make test` wait for a third of their time.
+PROCESSES := $(shell expr $$(nproc) + 1)
+PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(1) --dist loadfile $(ALONE:%=--ignore %)
 
-# At most five minutes on two cores: the real suite with real weights, each kind of process killed once, every dialect and
+# About five minutes on two cores: the real suite with real weights, each kind of process killed once, every dialect and
 # every family of models.
 test: install $(CHROMIUM)
 	$(PYTEST) -m 'not thorough' $(ALONE)
-	$(PARALLEL) -m 'not thorough'
+	$(call PARALLEL,$(PROCESSES)) -m 'not thorough'
 
 # And the rest, which takes a quarter of an hour: every fault, every load, what searches at random.
 test-all: test
 	$(PYTEST) -m thorough $(ALONE)
-	$(PARALLEL) -m thorough
+	$(call PARALLEL,auto) -m thorough
 
 # Whether the tests notice what is broken on purpose.
 mutations: install

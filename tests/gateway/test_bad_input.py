@@ -220,6 +220,7 @@ class Stage:
             def answer(batch: Batch) -> Message | None:
                 if W9 not in batch.token_ids:
                     return oracle_result(batch)
+                workers[index].mute()  # else its thread would introduce the dead process again
                 workers[index].process.kill()
                 return None
 
